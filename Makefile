@@ -1,0 +1,37 @@
+# `make demo` and `make test` do everything on a fresh clone; `make setup` alone only makes .venv.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PROTOS := $(wildcard proto/libra/v1/*.proto)
+
+.PHONY: setup demo test lint format clean
+.DELETE_ON_ERROR:
+
+setup: $(VENV)/.ready
+
+$(VENV)/.ready: pyproject.toml constraints.txt proto/build_hook.py $(PROTOS)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Libra needs Python 3.11 or newer; found " + sys.version.split()[0])'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[postgres,rollout,trainer,report,dev]'
+	@touch $@
+
+demo: setup
+	$(BIN)/libra demo
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy services
+	$(BIN)/lint-imports
+	cd proto && ../$(BIN)/buf lint
+	PATH="$(CURDIR)/$(BIN):$$PATH" sh proto/breaking.sh
+
+test: lint
+	$(BIN)/python -m pytest
+
+format: setup
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) proto/gen build dist
