@@ -1,5 +1,6 @@
 """Hatch build hook: turns proto/libra/v1/*.proto into the Python package libra.v1 under proto/gen (git-ignored)."""
 
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -17,13 +18,14 @@ def generate(destination: Path) -> None:
 
     shutil.rmtree(destination, ignore_errors=True)
     destination.mkdir(parents=True)
-    bin_dir = Path(sys.executable).parent
-    plugins = [
-        f"--plugin=protoc-gen-{name}={bin_dir / f'protoc-gen-{name}'}"
-        for name in ("mypy", "mypy_grpc")
-        if (bin_dir / f"protoc-gen-{name}").exists()
-    ]
-    typed = [f"--{p.split('=')[1].removeprefix('protoc-gen-')}_out={destination}" for p in plugins]
+    # in pip's isolated build the plugins are on PATH only; run by hand, they lie beside the interpreter
+    search = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    typed = []
+    for name in ("mypy", "mypy_grpc"):
+        plugin = shutil.which(f"protoc-gen-{name}", path=search)
+        if plugin is None:
+            raise RuntimeError(f"protoc-gen-{name} not found; install mypy-protobuf beside grpcio-tools")
+        typed += [f"--plugin=protoc-gen-{name}={plugin}", f"--{name}_out=quiet:{destination}"]
     code = protoc.main(
         [
             "protoc",
@@ -31,7 +33,6 @@ def generate(destination: Path) -> None:
             f"-I{Path(grpc_tools.__file__).parent / '_proto'}",
             f"--python_out={destination}",
             f"--grpc_python_out={destination}",
-            *plugins,
             *typed,
             *sorted(str(p) for p in (HERE / "libra" / "v1").glob("*.proto")),
         ]

@@ -1,0 +1,1 @@
+"""What every service shares: the wire, errors, rpc, blobs, sessions. Imports no service."""

@@ -1,0 +1,1 @@
+"""gRPC servers, channels and status mapping, with the project's defaults."""

@@ -1,0 +1,104 @@
+"""Configuration files: strict YAML into pydantic models. A wrong key is refused with file, line and nearest key."""
+
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+from types import UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin
+
+import pydantic
+import yaml
+
+from services.common.errors import ConfigError
+
+M = TypeVar("M", bound=pydantic.BaseModel)
+
+
+class Strict(pydantic.BaseModel):
+    """Base of all configuration models: unknown keys are errors, values are not coerced from other types."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
+
+
+def load(path: str | Path, model: type[M]) -> M:
+    """Reads `path` into `model`; ConfigError names file, line, what was found, what was expected."""
+    path = Path(path)
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot read the configuration file: {error.strerror}") from None
+    return loads(text, model, str(path))
+
+
+def loads(text: str, model: type[M], source: str) -> M:
+    """As `load`, from text; `source` is named in messages."""
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        data = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{source}:{mark.line + 1}" if mark else source
+        raise ConfigError(f"{where}: not valid YAML: {getattr(error, 'problem', error)}") from None
+    if data is None:
+        data = {}
+    if not isinstance(data, dict):
+        raise ConfigError(f"{source}:1: expected keys and values at the top, found a {type(data).__name__}")
+    try:
+        return model.model_validate(data)
+    except pydantic.ValidationError as error:
+        raise ConfigError("\n".join(_describe(e, root, model, source) for e in error.errors())) from None
+
+
+def _describe(error: Any, root: Any, model: type[pydantic.BaseModel], source: str) -> str:
+    path: Sequence[str | int] = error["loc"]
+    line = _line(root, path)
+    key = ".".join(str(p) for p in path)
+    if error["type"] == "extra_forbidden":
+        known = _known_keys(model, path[:-1])
+        near = difflib.get_close_matches(str(path[-1]), known, n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]!r}?" if near else f"known keys here: {', '.join(known)}"
+        return f"{source}:{line}: unknown key {key!r}; {hint}"
+    if error["type"] == "missing":
+        return f"{source}:{line}: {key!r} is missing; it is required"
+    found = repr(error["input"])
+    return f"{source}:{line}: {key!r}: {error['msg'].removeprefix('Value error, ')} (found {found[:80]})"
+
+
+def _line(node: Any, path: Sequence[str | int]) -> int:
+    """Line of the deepest part of `path` that the file has, from 1."""
+    line = 1
+    for part in path:
+        if isinstance(node, yaml.MappingNode):
+            for key, value in node.value:
+                if key.value == str(part):
+                    line, node = key.start_mark.line + 1, value
+                    break
+            else:
+                break
+        elif isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
+            node = node.value[part]
+            line = node.start_mark.line + 1
+        else:
+            break
+    return line
+
+
+def _known_keys(model: Any, path: Sequence[str | int]) -> list[str]:
+    for part in path:
+        if isinstance(part, int):
+            continue
+        field = getattr(model, "model_fields", {}).get(part)
+        if field is not None:
+            model = _inner_model(field.annotation)
+    return sorted(getattr(model, "model_fields", {}))
+
+
+def _inner_model(annotation: Any) -> Any:
+    if isinstance(annotation, type) and issubclass(annotation, pydantic.BaseModel):
+        return annotation
+    if get_origin(annotation) in (list, tuple, dict, Union, UnionType):
+        for arg in get_args(annotation):
+            inner = _inner_model(arg)
+            if inner is not None:
+                return inner
+    return None
