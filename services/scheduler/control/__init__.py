@@ -1,0 +1,1 @@
+"""The imperative shell: takes reports and calls, decides with the core, commits through the store."""

@@ -1,0 +1,175 @@
+"""What was seen: load reports, measurements, turns and steps; feeds the estimator and the cost model.
+
+In memory only. After a take-over it starts empty and learns again; nothing that must survive lives here.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from services.common import wire
+from services.scheduler.control.ledger import Change, Ledger
+from services.scheduler.control.trajectories import End, Progress
+from services.scheduler.core.estimator import RemainingWork
+from services.scheduler.core.model import Manifest, Session, Trajectory
+
+MAX_STEPS = 256
+
+
+@dataclass(slots=True)
+class Times:
+    """Where a trajectory's time went so far, seconds."""
+
+    engine: float = 0.0
+    tool: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A committed step: when, how many tokens, by how many replicas."""
+
+    at: float
+    number: int
+    tokens: int
+    replicas: int
+    generated: int
+    run: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """An episode that ended by itself."""
+
+    at: float
+    generated: int
+    turns: int
+    tool_seconds: float
+    engine_seconds: float
+
+
+@dataclass(slots=True)
+class EngineRate:
+    """An engine's counters at the last look, and the rate since the one before."""
+
+    at: float = 0.0
+    generated: int = 0
+    paused: float = 0.0
+    tokens_per_second: float = 0.0
+    running: int = 0
+    seconds_per_token: float = 0.0
+    kv_capacity: int = 0
+    kv_used: int = 0
+    waiting: int = 0
+
+
+@dataclass(slots=True)
+class TrainerTimes:
+    """A trainer's counters at the last look."""
+
+    at: float = 0.0
+    trained_tokens: int = 0
+    phase: str = ""
+    phase_seconds: list[float] = field(default_factory=list)
+
+
+class Observe:
+    """Keeps the newest load of each worker and what follows from a series of them."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self.remaining = RemainingWork()
+        self.loads: dict[str, wire.Load] = {}
+        self.observations: dict[str, wire.AcceleratorObservation] = {}
+        self.engines: dict[str, EngineRate] = {}
+        """By replica."""
+        self.trainers: dict[str, TrainerTimes] = {}
+        """By worker."""
+        self.steps: deque[Step] = deque(maxlen=MAX_STEPS)
+        self.ends: deque[Ended] = deque(maxlen=MAX_STEPS * 8)
+        self._times: dict[str, Times] = {}
+
+    # ---- reports
+
+    def load(self, session: Session, load: wire.Load) -> None:
+        """The newest load of a worker; NaN and negative numbers are dropped with the engine that sent them."""
+        self.loads[session.worker] = load
+        now = self._ledger.clock.monotonic()
+        kind = load.WhichOneof("kind")
+        if kind == "rollout":
+            for engine in load.rollout.engines:
+                self._engine(engine, now)
+        elif kind == "trainer":
+            times = self.trainers.setdefault(session.worker, TrainerTimes())
+            times.at, times.trained_tokens = now, load.trainer.trained_tokens
+            times.phase = wire.TrainerPhase.Name(load.trainer.phase).removeprefix("TRAINER_PHASE_")
+            times.phase_seconds = list(load.trainer.phase_seconds)
+        elif kind == "node":
+            for observation in load.node.observations:
+                self.accelerator(observation)
+
+    def _engine(self, engine: wire.EngineLoad, now: float) -> None:
+        if engine.seconds_per_token != engine.seconds_per_token or engine.seconds_per_token < 0 or engine.running < 0:
+            return
+        rate = self.engines.setdefault(engine.replica, EngineRate(at=now, generated=engine.generated_tokens))
+        if now > rate.at:
+            made = max(0, engine.generated_tokens - rate.generated)
+            rate.tokens_per_second = made / (now - rate.at)
+        rate.at, rate.generated, rate.paused = now, engine.generated_tokens, engine.paused_seconds
+        rate.running, rate.waiting = engine.running, engine.waiting
+        rate.kv_capacity, rate.kv_used = engine.kv_capacity_tokens, engine.kv_used_tokens
+        if engine.seconds_per_token > 0:
+            rate.seconds_per_token = engine.seconds_per_token
+
+    def accelerator(self, observation: wire.AcceleratorObservation) -> None:
+        """A node agent's measurement."""
+        stored = wire.AcceleratorObservation()
+        stored.CopyFrom(observation)
+        stored.receive_time.CopyFrom(wire.timestamp(self._ledger.clock.wall()))
+        self.observations[observation.accelerator] = stored
+
+    def progress(self, item: Trajectory, report: Progress) -> None:
+        """Turns of a trajectory: its times, and what the tools returned."""
+        times = self._times.setdefault(item.name, Times())
+        times.engine += report.engine_seconds
+        for answer in report.tool_returns:
+            times.tool += answer.seconds
+            self.remaining.observe_turn(
+                item.run, item.group, item.name, answer.turn, item.generated_tokens, answer.tool, answer.payload_class,
+                answer.outcome,
+            )  # fmt: skip
+
+    def ended(self, change: Change, item: Trajectory, end: End) -> None:
+        """A lease ended: an episode that ended by itself teaches the estimator."""
+        if end.interrupted:
+            return
+        times = self._times.pop(item.name, Times())
+        if end.reward is None:
+            if item.state in ("VOID", "CANCELLED"):
+                self.remaining.forget(item.name)
+            return
+        self.remaining.observe_end(item.run, item.group, item.name, item.generated_tokens)
+        self.ends.append(Ended(change.at, item.generated_tokens, item.turns_done, times.tool, times.engine))
+
+    def committed(self, manifest: Manifest, replicas: int, generated: int) -> None:
+        """A step counts."""
+        now = self._ledger.clock.monotonic()
+        self.steps.append(Step(now, manifest.step, manifest.trainable_tokens, replicas, generated, manifest.run))
+
+    # ---- questions
+
+    def estimate(self, item: Trajectory) -> wire.RemainingEstimate:
+        """Predicted tokens to go."""
+        guess = self.remaining.estimate(item.run, item.group, item.name, item.generated_tokens, item.turns_done)
+        return wire.RemainingEstimate(p50=guess.p50, p90=guess.p90, evidence=guess.evidence, source=guess.source)
+
+    def phase(self, worker: str) -> str:
+        """What a trainer does, as it last reported."""
+        times = self.trainers.get(worker)
+        return times.phase if times is not None and times.phase else "unknown"
+
+    def trained_rate(self, window: float) -> float:
+        """Trained tokens per second over the last `window` seconds of steps; 0 before two steps."""
+        now = self._ledger.clock.monotonic()
+        recent = [s for s in self.steps if s.at > now - window]
+        if len(recent) < 2:
+            return 0.0
+        return sum(s.tokens for s in recent[1:]) / max(1e-6, recent[-1].at - recent[0].at)
