@@ -176,10 +176,10 @@ class Supervised:
             self._stop.clear()
             self._task = asyncio.create_task(self._keep(), name=f"supervise {self.name}")
 
-    async def wait_ready(self) -> str:
-        """The ready file's content; StartFailed once it is retired or stopped."""
+    async def wait_ready(self, *, first_try: bool = False) -> str:
+        """The ready file's content; StartFailed once it is retired or stopped, with `first_try` once it has ended."""
         while self.state != "READY":
-            if self.state in ("RETIRED", "STOPPED"):
+            if self.state in ("RETIRED", "STOPPED") or (first_try and self.state == "PAUSED"):
                 raise StartFailed(self.message or f"{self.name} was stopped", self.exit_code)
             self._changed.clear()
             await self._changed.wait()
@@ -232,11 +232,10 @@ class Supervised:
                 ends.popleft()
             if self.exit_code == CONFIG_EXIT or len(ends) > self._policy.max_restarts:
                 self._become("RETIRED")
-                _log.error("retired", child=self.name, why=self.message)
                 return
             self._become("PAUSED")
             pause = min(self._policy.first_pause_s * 2 ** (len(ends) - 1), self._policy.longest_pause_s)
-            _log.warning("ended and will be restarted", child=self.name, exit_code=self.exit_code, pause_s=pause)
+            _log.info("ended and will be restarted", child=self.name, exit_code=self.exit_code, pause_s=pause)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stop.wait(), pause)
             self.restarts += 1

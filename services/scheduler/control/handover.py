@@ -337,6 +337,9 @@ class Handovers:
             return
         replica.reason_code, replica.reason_text = code, text
         change.put(replica)
+        if step == "release" and replica.state == "RELEASING":
+            # the owner could not let go in order; only a measurement can still prove the accelerator free
+            change.move(REPLICA, replica, "owner_lost", code or "RELEASE_FAILED", text)
         item = change.fleet.reassignments.get(replica.reassignment)
         if step == "grant" and item is not None and item.state in ("GRANTING", "LOADING"):
             self.fail(change, item, code or "GRANT_FAILED", f"{replica.worker} could not take {replica.name}: {text}")

@@ -51,8 +51,13 @@ class FileLock:
 
     def __init__(self, database: str) -> None:
         self.path = Path(f"{database}.lock")
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._fd: int | None = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._fd: int | None = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise ConfigError(
+                f"database: cannot create {self.path}: {error.strerror}; the scheduler needs to write in that folder"
+            ) from None
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -75,7 +80,7 @@ class FileLock:
 def connect(url: sa.URL) -> sa.Engine:
     """An engine for the database, its settings checked; ConfigError says what is wrong with it."""
     if url.get_backend_name() == "sqlite":
-        engine = sa.create_engine(url, connect_args={"timeout": BUSY_SECONDS})
+        engine = sa.create_engine(url, connect_args={"timeout": BUSY_SECONDS}, hide_parameters=True)
         sa.event.listen(engine, "connect", _set_up_sqlite)
         sa.event.listen(engine, "begin", _begin_sqlite)
     else:
@@ -84,6 +89,7 @@ def connect(url: sa.URL) -> sa.Engine:
                 url,
                 connect_args={"connect_timeout": CONNECT_SECONDS, "application_name": "libra-scheduler"},
                 pool_pre_ping=True,
+                hide_parameters=True,  # rows must not appear in errors and logs
             )
         except ModuleNotFoundError:
             raise ConfigError("database: Postgres needs psycopg; install libra-rl[postgres]") from None

@@ -67,4 +67,10 @@ def migrate(connection: sa.Connection, where: str) -> None:
             f"database: {where} has schema {found}, this version of Libra knows up to {known}; run a Libra at least "
             f"as new as the one that wrote it, or use another database"
         )
-    command.upgrade(config, "head")
+    try:
+        command.upgrade(config, "head")
+    except sa.exc.DBAPIError as error:
+        raise ConfigError(
+            f"database: {where} cannot be brought from schema {found or 'none'} to {known}: {error.orig}; nothing was "
+            f"changed; if other programs keep tables there, give Libra a database of its own"
+        ) from error

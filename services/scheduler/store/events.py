@@ -69,10 +69,11 @@ def answer(connection: sa.Connection, request_id: str) -> Answer | None:
 
 
 def surplus(connection: sa.Connection, keep: int) -> int:
-    """The newest revision beyond the `keep` newest events, 0 if there is none."""
+    """The newest revision that may go while the `keep` newest events stay, their revisions whole; 0 if none may."""
     t = schema.EVENTS.c
-    query = sa.select(t.revision).order_by(t.revision.desc(), t["index"].desc()).offset(keep).limit(1)
-    return connection.execute(query).scalar() or 0
+    query = sa.select(t.revision).order_by(t.revision.desc(), t["index"].desc()).offset(keep - 1).limit(1)
+    oldest_kept: int = connection.execute(query).scalar() or 1
+    return oldest_kept - 1
 
 
 def prune_events(connection: sa.Connection, up_to: int, at_once: int) -> tuple[int, int]:

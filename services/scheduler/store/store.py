@@ -135,7 +135,7 @@ class Store:
         total = 0
         with self.reading() as connection:
             up_to = events.surplus(connection, max_events)
-        last = 0
+            last = events.compacted_revision(connection)
         while last < up_to:
             with self.writing() as connection:
                 leadership.hold(connection, self.term)

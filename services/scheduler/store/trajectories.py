@@ -100,4 +100,4 @@ def terminal_counts(connection: sa.Connection, run: str) -> dict[str, int]:
     """How many trajectories of a run ended in each state."""
     t = schema.TRAJECTORIES.c
     query = sa.select(t.state, sa.func.count()).where(t.run == run, sa.text(schema.ENDED_TRAJECTORY))
-    return dict(connection.execute(query.group_by(t.state)).tuples().all())
+    return dict(connection.execute(query.group_by(t.state)).all())

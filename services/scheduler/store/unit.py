@@ -87,9 +87,7 @@ class Unit:
         self._open()
         self._once.append(answer)
 
-    def consume(  # noqa: PLR0917 - the key first, then what it is mapped to
-        self, run: str, policy: str, lineage: int, trajectory: str, number: int, manifest: str
-    ) -> None:
+    def consume(self, run: str, policy: str, lineage: int, trajectory: str, number: int, manifest: str) -> None:
         """Puts a trajectory into a version. A second time in the same lineage fails the whole transaction."""
         self._open()
         self._once.append(Consumption(run, policy, lineage, trajectory, number, manifest))

@@ -110,12 +110,13 @@ class Writer:
                     self.commits += 1
                     self.units += len(batch)
                     _settle(batch, None)
+                    batch = []
                     self._pause(started + self._interval - time.monotonic())
         except Exception as error:  # noqa: BLE001 - whatever it is, it ends this leader, and its callers must hear of it
             _log.error("the store's writer failed", error=repr(error), waiting=len(batch) + self.queued)
             with self._changed:
                 self.error = self.error or error
-                batch += self._queue
+                batch = [*batch, *self._queue]
                 self._queue.clear()
             _settle(batch, self.error)
 

@@ -1,0 +1,1 @@
+"""The commands of `libra`, by what they do."""

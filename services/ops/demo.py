@@ -1,0 +1,301 @@
+"""`libra demo`: a small real model is post-trained with tools on this machine, watched, judged and reported on.
+
+Evaluate, train under the scheduler, evaluate again; then the records are exported, everything is stopped, and the
+offline checker has the last word. Every wait has a deadline: a job that stalls ends with the scheduler's own
+explanation. Ctrl-C ends every process.
+"""
+
+import asyncio
+import contextlib
+import json
+import re
+import signal
+import time
+from collections.abc import Awaitable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from services.client import LibraClient
+from services.common import wire
+from services.common.blobs import BlobStore
+from services.common.errors import ConfigError, LibraError
+from services.common.rpc.channel import connect
+from services.ops import checker, checkpoint, clusterfile, jobs, records, report, summary
+from services.ops.archive import Archive
+from services.ops.chaos import COMMIT_PAUSE, CORE_TRAINER, Chaos
+from services.ops.cluster import Cluster, ClusterFailed
+from services.ops.clusterfile import ClusterConfig
+from services.ops.jobs import EVAL_END, EVAL_START, TRAIN, Job
+from services.ops.live import View
+
+NAME = re.compile(r"[A-Za-z0-9._-]{1,63}")
+WORKERS_SECONDS = 120.0
+EVAL_SECONDS = 150.0
+STEP_SECONDS = 12.0
+"""Time allowed for a training step, on top of START_SECONDS."""
+START_SECONDS = 120.0
+STALL_SECONDS = 90.0
+"""Without a new token, end or step for so long a job counts as stalled."""
+EXPORT_SECONDS = 120.0
+POLL_SECONDS = 0.5
+INTERRUPTED = 130
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What was asked for on the command line."""
+
+    seed: int = 0
+    steps: int = 40
+    drift: bool = True
+    chaos: bool = False
+    database: str = ""
+    name: str = "demo"
+    run_dir: str = ""
+    json: bool = False
+    keep: bool = False
+
+
+class Stalled(Exception):
+    """A run did not end; the message is the scheduler's own explanation."""
+
+
+def main(options: Options) -> int:
+    """Runs the demonstration. 0: all promises hold; 1: failed or broken; 130: interrupted; ConfigError: nothing began."""
+    if not NAME.fullmatch(options.name):
+        raise ConfigError(f"--name {options.name!r}: expected letters, digits, '.', '_' and '-', at most 63")
+    model = jobs.model_folder()
+    console = Console(stderr=options.json)
+    return asyncio.run(Demonstration(options, model, console).run())
+
+
+class Demonstration:
+    """One run of it, from an empty folder to the report."""
+
+    def __init__(self, options: Options, model: Path, console: Console) -> None:
+        self.options = options
+        self.job = Job(options.seed, options.steps, options.drift, model)
+        self.console = console
+        self.config = cluster_config(options)
+        self.folder = clusterfile.RunFolder.of(self.config).path
+        self._signals: list[int] = []
+        self._facts: dict[str, Any] = {}
+        self._unmet: list[str] = []
+
+    async def run(self) -> int:
+        """Everything; returns the exit code."""
+        set_aside(self.folder)
+        self.folder.mkdir(parents=True)
+        self._tell(started=time.time(), options=asdict(self.options), seed=self.options.seed, machine=summary.machine())
+        self.console.print(f"libra demo: everything goes to {self.folder}", highlight=False, soft_wrap=True)
+        cluster = Cluster(self.config, on_change=self._changed)
+        try:
+            with self._interruptible(cluster):
+                return await self._run(cluster)
+        except asyncio.CancelledError:
+            if not self._signals:
+                raise
+            self.console.print("interrupted; every process has ended", highlight=False)
+            return INTERRUPTED
+        except Stalled as error:
+            self.console.print(f"libra demo: {error}", style="bold red", highlight=False, markup=False, soft_wrap=True)
+            return 1
+
+    async def _run(self, cluster: Cluster) -> int:
+        try:
+            await cluster.start()
+            async with LibraClient(cluster.scheduler, retry_for_s=30.0) as client:
+                view = View(client, self.folder, self.console)
+                view.start()
+                try:
+                    await cluster.wait_workers(WORKERS_SECONDS)
+                    await self._jobs(cluster, client, view)
+                finally:
+                    await asyncio.shield(self._leave(cluster, view))
+            if self.options.keep:
+                code = await asyncio.to_thread(self._judge)
+                self.console.print(f"the cluster stays up at {cluster.scheduler}; Ctrl-C ends it", highlight=False)
+                await cluster.failure
+                return code
+        finally:
+            await cluster.stop()
+        return await asyncio.to_thread(self._judge)
+
+    async def _leave(self, cluster: Cluster, view: View) -> None:
+        """Ends the view, and exports what the scheduler knows, also of a job that failed: that is when it is needed."""
+        await view.stop()
+        if self._signals or cluster.failure.done():
+            return
+        runs = [self._facts[k] for k in ("eval_start_run", "train_run", "eval_end_run") if k in self._facts]
+        async with connect(cluster.scheduler) as channel:
+            counts = await asyncio.wait_for(records.export(channel, self.folder / "records", runs), EXPORT_SECONDS)
+        self._tell(exported=counts, ended=time.time())
+
+    # ---- the three runs
+
+    async def _jobs(self, cluster: Cluster, client: LibraClient, view: View) -> None:
+        blobs = BlobStore(cluster.blobs)
+        first = jobs.evaluation(self.job, self.job.model, blobs)
+        await self._one(cluster, client, view, EVAL_START, "eval before", first, EVAL_SECONDS)
+        limit = START_SECONDS + STEP_SECONDS * self.options.steps
+        train = self._one(cluster, client, view, TRAIN, "train", jobs.training(self.job, blobs), limit)
+        if self.options.chaos:
+            chaos = Chaos(cluster, client, f"runs/{TRAIN}", self.options.steps, view.note)
+            await _beside(train, chaos.run())
+            self._unmet = chaos.missing
+            self._tell(killed=[asdict(k) for k in chaos.killed], not_killed=chaos.missing)
+        else:
+            await train
+        version = await checkpoint.newest_published(client, f"runs/{TRAIN}")
+        target = self.folder / "checkpoint"
+        await asyncio.to_thread(checkpoint.assemble, version, self.job.model, blobs, target)
+        last = jobs.evaluation(self.job, target, blobs)
+        await self._one(cluster, client, view, EVAL_END, "eval after", last, EVAL_SECONDS)
+
+    async def _one(
+        self, cluster: Cluster, client: LibraClient, view: View, run_id: str, phase: str, run: wire.Run, limit: float
+    ) -> None:
+        """Creates a run and waits for its end; Stalled if it does not end well."""
+        name = f"runs/{run_id}"
+        await client.create_run(run_id, run)
+        view.phase, view.run = phase, name
+        self._tell(**{f"{run_id.replace('-', '_')}_run": name})
+        deadline = time.monotonic() + limit
+        moved_at, marks = time.monotonic(), ()
+        while True:
+            if cluster.failure.done():
+                raise ClusterFailed(cluster.failure.result())
+            found = await client.get_run(name)
+            if found.state == wire.RUN_STATE_FINISHED:
+                return
+            if found.state in (wire.RUN_STATE_CANCELLED, wire.RUN_STATE_PAUSED):
+                raise Stalled(await explain(client, name, f"{name} is over before its end"))
+            now = time.monotonic()
+            seen = progress(found, view)
+            if seen != marks:
+                moved_at, marks = now, seen
+            if now - moved_at > STALL_SECONDS:
+                raise Stalled(await explain(client, name, f"{name} made no progress for {STALL_SECONDS:.0f} s"))
+            if now > deadline:
+                raise Stalled(await explain(client, name, f"{name} did not end within {limit:.0f} s"))
+            await asyncio.sleep(POLL_SECONDS)
+
+    # ---- afterwards
+
+    def _judge(self) -> int:
+        """Checker, summary and report; prints the last word."""
+        verdict = checker.check(self.folder)
+        checker.write(self.folder, verdict)
+        content = summary.write(Archive(self.folder))
+        report.write(Archive(self.folder))
+        self.console.print(summary.text(content, self.folder), highlight=False, markup=False, soft_wrap=True)
+        self.console.print(checker.text(verdict), highlight=False, markup=False, soft_wrap=True)
+        if self._unmet:
+            self.console.print(f"chaos: not killed: {', '.join(self._unmet)}", style="bold red", highlight=False)
+        if self.options.json:
+            print(json.dumps(content, indent=2))
+        return 0 if verdict.passed and not self._unmet else 1
+
+    def _tell(self, **facts: Any) -> None:
+        """Keeps demo.json up to date."""
+        self._facts |= facts
+        path = self.folder / "demo.json"
+        part = path.with_name(".demo.json.part")
+        part.write_text(json.dumps(self._facts, indent=2) + "\n")
+        part.replace(path)
+
+    def _changed(self, name: str, state: str, message: str) -> None:
+        if state == "RETIRED":
+            self.console.print(f"{name} was given up: {message}", style="bold red", highlight=False, markup=False)
+
+    @contextlib.contextmanager
+    def _interruptible(self, cluster: Cluster) -> Iterator[None]:
+        """SIGINT and SIGTERM end the job in order; a second one kills what has not ended yet."""
+        own = asyncio.current_task()
+        assert own is not None
+        loop = asyncio.get_running_loop()
+
+        def on_signal(number: int) -> None:
+            self._signals.append(number)
+            if len(self._signals) == 1:
+                own.cancel()
+            else:
+                cluster.kill()
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, on_signal, number)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(number)
+
+
+def cluster_config(options: Options) -> ClusterConfig:
+    """The local cluster under the demonstration's name, on free ports."""
+    base = clusterfile.load(clusterfile.LOCAL)
+    scheduler: dict[str, Any] = {"listen": "127.0.0.1:0"}
+    if options.database:
+        scheduler["database"] = options.database
+    workers = base.workers
+    if options.chaos:
+        pause = {"LIBRA_FAILPOINTS": COMMIT_PAUSE}
+        workers = [w.model_copy(update={"env": w.env | pause}) if w.name == CORE_TRAINER else w for w in workers]
+    return base.model_copy(
+        update={
+            "name": options.name,
+            "run_dir": options.run_dir,
+            "scheduler": base.scheduler.model_copy(update=scheduler),
+            "workers": workers,
+        }
+    )
+
+
+def set_aside(folder: Path) -> None:
+    """An earlier run of the same name keeps its results under a name with its time; another folder is not touched."""
+    if not folder.exists() or not any(folder.iterdir()):
+        if folder.exists():
+            folder.rmdir()
+        return
+    if not (folder / "demo.json").exists():
+        raise ConfigError(f"{folder}: not empty, and not a demonstration's folder; choose another --name or --run-dir")
+    if (folder / "cluster.json").exists():
+        raise ConfigError(f"{folder}: a cluster seems to run here; stop it, or choose another --name")
+    when = time.strftime("%Y%m%d-%H%M%S", time.localtime((folder / "demo.json").stat().st_mtime))
+    folder.rename(folder.with_name(f"{folder.name}-{when}"))
+
+
+def progress(run: wire.Run, view: View) -> tuple[int, ...]:
+    """What rises while a run gets on: versions, ends, tokens."""
+    tokens = sum(int(e.get("generated", 0)) for e in view.last.engines.values())
+    return (run.policies[0].head.number, sum(t.count for t in run.counts.terminal), run.counts.admitted, tokens)
+
+
+async def explain(client: LibraClient, name: str, what: str) -> str:
+    """A sentence of ours, then the scheduler's: what it waits for, and its last decisions."""
+    try:
+        answer = await client.explain(name)
+    except LibraError as error:
+        return f"{what}; the scheduler does not say why: {error.message}"
+    decisions = "".join(f"\n  {d.reason.code}: {d.reason.text}" for d in answer.decisions[:5])
+    return f"{what}. {answer.summary}{decisions}"
+
+
+async def _beside(work: Awaitable[None], other: Awaitable[None]) -> None:
+    """Waits for `work`; `other` runs beside it, and an error of it ends both."""
+    main_task, side = asyncio.ensure_future(work), asyncio.ensure_future(other)
+    try:
+        while not main_task.done():
+            await asyncio.wait(
+                {main_task, side} if not side.done() else {main_task}, return_when=asyncio.FIRST_COMPLETED
+            )
+            if side.done() and side.exception() is not None:
+                side.result()
+        main_task.result()
+    finally:
+        for task in (main_task, side):
+            task.cancel()
+        await asyncio.gather(main_task, side, return_exceptions=True)

@@ -1,0 +1,95 @@
+"""The demonstration's three runs: evaluation, training, the same evaluation again."""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from services.common import wire
+from services.common.blobs import BlobStore
+from services.common.errors import ConfigError
+from services.ops import workload
+
+TRAIN, EVAL_START, EVAL_END = "train", "eval-start", "eval-end"
+"""Run ids."""
+ENVIRONMENT = "calculator"
+GROUPS = 16
+"""Prompts of a step."""
+GROUP_SIZE = 8
+MAX_VERSIONS = 2
+HELD_OUT = 256
+CONTEXT_TOKENS = 512
+"""Positions of the demonstration's model."""
+GENERATED_TOKENS = 480
+"""Of these, generated at most; the rest is prompt and tool output of the longest episodes."""
+MAX_TURNS = 32
+LEARNING_RATE = 3e-4
+CHECKPOINT_EVERY = 5
+
+MODEL_PLACES = (Path(__file__).parents[2] / "assets" / "demo", Path(__file__).parent / "assets" / "demo")
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What distinguishes one demonstration from another."""
+
+    seed: int
+    steps: int
+    drift: bool
+    model: Path
+
+
+def model_folder() -> Path:
+    """Where the warm-started model lies; ConfigError if this copy of the repository has none."""
+    for folder in MODEL_PLACES:
+        if (folder / "config.json").exists() and any(folder.glob("*.safetensors")):
+            return folder
+    raise ConfigError(
+        f"the demonstration's model is missing: expected config.json and model.safetensors in {MODEL_PLACES[0]}; "
+        "it is part of the repository, check the clone"
+    )
+
+
+def training(job: Job, blobs: BlobStore) -> wire.Run:
+    """The training run: GRPO over a task file that is used up after exactly `steps` batches."""
+    tasks = workload.training_tasks(job.seed, job.steps * GROUPS, job.drift)
+    run = _run(job, wire.RUN_KIND_TRAIN, GROUP_SIZE, str(job.model), tasks, blobs, f"{TRAIN}-{job.seed}")
+    run.algorithm.name = "grpo"
+    run.algorithm.settings.update({"learning_rate": LEARNING_RATE, "checkpoint_every": CHECKPOINT_EVERY})
+    run.staleness.max_versions = MAX_VERSIONS
+    run.batch.CopyFrom(wire.BatchSize(groups=GROUPS))
+    return run
+
+
+def evaluation(job: Job, model: Path, blobs: BlobStore) -> wire.Run:
+    """An evaluation of a model folder on the held-out tasks, one sample each at temperature 1."""
+    tasks = workload.heldout_tasks(job.seed, HELD_OUT)
+    return _run(job, wire.RUN_KIND_EVAL, 1, str(model), tasks, blobs, f"heldout-{job.seed}")
+
+
+def _run(
+    job: Job,
+    kind: "wire.RunKind.ValueType",
+    group_size: int,
+    model: str,
+    tasks: Iterable[Mapping[str, Any]],
+    blobs: BlobStore,
+    file: str,
+) -> wire.Run:
+    data = "".join(json.dumps(task, separators=(",", ":")) + "\n" for task in tasks).encode()
+    return wire.Run(
+        kind=kind,
+        policies=[wire.Policy(model=model)],
+        environment=ENVIRONMENT,
+        group_size=group_size,
+        limits=wire.TrajectoryLimits(
+            max_generated_tokens=GENERATED_TOKENS,
+            max_sequence_tokens=CONTEXT_TOKENS,
+            max_turns=MAX_TURNS,
+            max_run_time=wire.duration(300.0),
+        ),
+        sampling=wire.SamplingParams(temperature=1.0, top_p=1.0),
+        tasks=wire.TaskSource(file=blobs.put(f"tasks/{file}.jsonl", data), epochs=1),
+        seed=job.seed,
+    )

@@ -1,0 +1,77 @@
+"""Builds and wires a trainer worker; the only place that does."""
+
+import asyncio
+import signal
+
+from services.common import log, wire
+from services.common.blobs import BlobStore
+from services.common.history import History
+from services.common.rpc.server import serve
+from services.common.session import FleetSession, SessionFenced
+from services.common.supervise import Tasks
+from services.trainer.agent import TrainerAgent, read_secret
+from services.trainer.api import TrainerApi
+from services.trainer.config import Config
+from services.trainer.engine.base import Engine
+
+_log = log.get(__name__)
+
+FAILED = 1
+FENCED = 3
+
+
+def make_engine(config: Config) -> Engine:
+    """The engine that the configuration names. Imports it now: a grant must not wait for a library."""
+    if config.engine == "fake":
+        from services.trainer.engine.fake import FakeEngine
+
+        return FakeEngine()
+    import transformers  # noqa: F401 - loaded while the worker is still warm
+
+    from services.trainer.engine.torch import TorchEngine
+
+    return TorchEngine(config.dtype, config.threads)
+
+
+async def run(config: Config) -> int:
+    """Serves until a signal (0), a failure of the training thread (1) or a newer session of this worker (3)."""
+    worker = f"workers/{config.worker.removeprefix('workers/')}"
+    ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    def end(code: int) -> None:
+        if not ended.done():
+            ended.set_result(code)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, end, 0)
+    engine = make_engine(config)
+    agent = TrainerAgent(
+        config, engine, BlobStore(config.blobs), History(config.history_path or None, worker),
+        secret=read_secret(config.collective.secret_file), on_failure=lambda _: end(FAILED),
+    )  # fmt: skip
+    server = await serve(
+        [(wire.add_TrainerServiceServicer_to_server, TrainerApi(agent))],
+        config.listen,
+        service_names=["libra.v1.TrainerService"],
+        ready_file=config.ready_file or None,
+    )
+    session = FleetSession(
+        config.scheduler, worker, wire.WORKER_KIND_TRAINER, handler=agent, endpoint=server.address,
+        accelerators=config.accelerators, ttl=config.session_ttl_s,
+    )  # fmt: skip
+    agent.attach(session)
+
+    def failed(name: str, error: BaseException) -> None:
+        del name
+        end(FENCED if isinstance(error, SessionFenced) else FAILED)
+
+    tasks = Tasks(failed)
+    tasks.start("session", session.run())
+    tasks.start("load", agent.report_load())
+    code = await ended
+    _log.info("stopping", code=code)
+    await agent.stop()
+    await session.stop(abandon=True)
+    await tasks.stop()
+    await server.stop()
+    return code

@@ -1,0 +1,5 @@
+"""Fixtures for all tests."""
+
+from tests.support.postgres import postgres_server, postgres_url
+
+__all__ = ["postgres_server", "postgres_url"]

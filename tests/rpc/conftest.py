@@ -1,0 +1,27 @@
+from pathlib import Path
+
+import pytest
+
+from tests.support.robots import Cluster
+
+
+@pytest.fixture
+async def cluster(tmp_path: Path):
+    running = Cluster(tmp_path, planner={"enabled": False})
+    await running.start()
+    yield running
+    await running.stop()
+
+
+@pytest.fixture
+async def impatient(tmp_path: Path):
+    """Short leases, for tests of what happens when they run out."""
+    running = Cluster(
+        tmp_path,
+        planner={"enabled": False},
+        leases={"ttl": 1.0, "margin": 0.2, "report_interval": 0.1, "trajectory_stall": 2.0},
+        handover={"command_s": 1.0, "total_s": 3.0, "confirm_retry_s": 0.05, "quarantine_s": 1.0},
+    )
+    await running.start()
+    yield running
+    await running.stop()
