@@ -64,7 +64,7 @@ class Stalled(Exception):
 
 
 def main(options: Options) -> int:
-    """Runs the demonstration. 0: all promises hold; 1: failed or broken; 130: interrupted; ConfigError: nothing began."""
+    """Runs the demonstration. 0: all promises hold; 1: failed or broken; 130: interrupted. ConfigError at first."""
     if not NAME.fullmatch(options.name):
         raise ConfigError(f"--name {options.name!r}: expected letters, digits, '.', '_' and '-', at most 63")
     model = jobs.model_folder()
@@ -118,7 +118,8 @@ class Demonstration:
             if self.options.keep:
                 code = await asyncio.to_thread(self._judge)
                 self.console.print(f"the cluster stays up at {cluster.scheduler}; Ctrl-C ends it", highlight=False)
-                await cluster.failure
+                with contextlib.suppress(asyncio.CancelledError):
+                    await cluster.failure
                 return code
         finally:
             await cluster.stop()
@@ -164,7 +165,8 @@ class Demonstration:
         view.phase, view.run = phase, name
         self._tell(**{f"{run_id.replace('-', '_')}_run": name})
         deadline = time.monotonic() + limit
-        moved_at, marks = time.monotonic(), ()
+        moved_at = time.monotonic()
+        marks: tuple[int, ...] = ()
         while True:
             if cluster.failure.done():
                 raise ClusterFailed(cluster.failure.result())

@@ -228,7 +228,8 @@ class View:
         reading = self.last
         head = Text.assemble(
             (f" {reading.phase} ", "bold reverse"), f"  {self._elapsed()}  step ", (str(reading.step), "bold"),
-            "  reward ", (_reward_text(reading.reward), "bold green"), f"  {reading.tokens_per_s:,.0f} tok/s  {reading.ready} ready",
+            "  reward ", (_reward_text(reading.reward), "bold green"),
+            f"  {reading.tokens_per_s:,.0f} tok/s  {reading.ready} ready",
         )  # fmt: skip
         if reading.away:
             head.append(f"  {reading.away}", style="bold red")

@@ -26,6 +26,10 @@ HELDOUT_OPERATIONS = (1, 6)
 
 DRIFT_START = (1, 3)
 DRIFT_END = (6, 12)
+HELDOUT_SHARE = 0.3
+"""Share of groups that keep the held-out mix while the others drift: a policy trained on long tasks alone forgets
+within ten steps when to stop on short ones."""
+
 TAIL = (16, LONGEST)
 TAIL_SHARE_STATIONARY = 0.02
 TAIL_SHARE_END = 0.08
@@ -44,9 +48,11 @@ def training_tasks(seed: int, groups: int, drift: bool) -> list[dict[str, Any]]:
     tasks = []
     for index in range(groups):
         progress = index / max(1, groups - 1) if drift else 0.0
-        low, high = _between(DRIFT_START, DRIFT_END, progress) if drift else HELDOUT_OPERATIONS
+        low, high = HELDOUT_OPERATIONS
+        if drift and rng.random() >= HELDOUT_SHARE:
+            low, high = (round(bound) for bound in _between(DRIFT_START, DRIFT_END, progress))
         tail = TAIL_SHARE_END * progress if drift else TAIL_SHARE_STATIONARY
-        operations = rng.randint(*TAIL) if rng.random() < tail else rng.randint(round(low), round(high))
+        operations = rng.randint(*TAIL) if rng.random() < tail else rng.randint(low, high)
         tasks.append(_task(rng, operations, _between(LATENCY_START_MS, LATENCY_END_MS, progress)))
     return tasks
 

@@ -45,7 +45,7 @@ async def test_roundtrip(mapping: Mapping[Any], store: Store, writer: Writer) ->
     await parents(writer)
     drawn: list[Any] = []
 
-    @settings(max_examples=60, deadline=None, database=None)
+    @settings(max_examples=20, deadline=None, database=None)
     @given(st.lists(entities.instances(mapping.cls, mapping.names), min_size=1, max_size=3))
     def draw(batch: list[Any]) -> None:
         drawn.extend(rooted(mapping, entity) for entity in batch)

@@ -1,5 +1,6 @@
 """Migrations lead to the schema that the code knows, and a database that is not ours to use is refused in words."""
 
+import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -117,6 +118,18 @@ def test_sqlite_settings(tmp_path: Path) -> None:
             for name in ("journal_mode", "synchronous", "foreign_keys")
         ]
     assert found == ["wal", 2, 1]
+    store.close()
+
+
+def test_sqlite_writers_exclude_each_other_from_their_first_statement(tmp_path: Path) -> None:
+    """One that began as a reader would fail at its first write if another one had written meanwhile."""
+    store = open_store(f"sqlite:///{tmp_path}/libra.db")
+    other = sqlite3.connect(tmp_path / "libra.db", timeout=0, isolation_level=None)
+    with store.writing(), pytest.raises(sqlite3.OperationalError, match="locked"):
+        other.execute("BEGIN IMMEDIATE")
+    with store.reading():
+        other.execute("BEGIN IMMEDIATE")
+    other.close()
     store.close()
 
 

@@ -353,6 +353,26 @@ class TinyRun:
                 rows[n].files.shards.add(name="model.safetensors", blob=blob)
         return rows
 
+    def write_seen(self) -> None:
+        """What the driver and the live view wrote, and the trainer's metrics."""
+        facts = {"train_run": RUN, "eval_start_run": "runs/eval-start", "eval_end_run": "runs/eval-end", "seed": 7}
+        (self.folder / "demo.json").write_text(json.dumps(facts))
+        samples = [
+            {
+                "t": EPOCH + i, "phase": "train", "run": RUN, "step": i // 2, "reward": 0.5,
+                "queue": {"0": 4 - i, "1": i},
+                "trainers": {"trainer-0": [0.0, 0.5 * i, 0.0, 0.0, 0.4 * i]},
+                "engines": {"rollout-1": {"activity": "SERVING", "running": i % 2, "generated": 20 * i}},
+            }
+            for i in range(4)
+        ]  # fmt: skip
+        records.write_lines(self.folder / "samples.jsonl", samples)
+        metrics = [
+            {"t": EPOCH + n, "run": RUN, "step": n, "lineage": 1, "redo": redo, "loss": 0.1}
+            for n, redo in ((2, False), (1, True), (1, False))
+        ]
+        records.write_lines(self.folder / "metrics" / "trainer-0.jsonl", metrics)
+
     def write(self, manifests, members, model_dir: Path) -> None:
         """All files."""
         out = self.folder / "records"
@@ -385,6 +405,7 @@ class TinyRun:
         ):
             records.write_lines(out / f"{name}.jsonl", [records.line(r) for r in rows])
         records.write_lines(out / "members.jsonl", members)
+        self.write_seen()
         for who in sorted({f["who"] for f in self.facts}):
             mine = [f for f in self.facts if f["who"] == who]
             records.write_lines(self.folder / "history" / f"{who}.jsonl", mine)

@@ -81,15 +81,19 @@ async def take(
         change = ledger.change(caused_by)
         rules = admission.BatchRules(
             groups=groups, min_groups=least, multiple_of=multiple, max_versions=run.max_versions,
-            on_exceed=run.on_exceed, look_ahead=LOOK_AHEAD_GROUPS,
+            on_exceed=run.on_exceed, look_ahead=LOOK_AHEAD_GROUPS, hold_timeout=run.hold_timeout,
         )  # fmt: skip
         choice = admission.choose_batch(
-            group_views(ledger.fleet, run), run.head, rules, waited, wait, nothing_more_comes(ledger, run)
-        )
+            group_views(ledger.fleet, run), run.head, rules, waited, wait, nothing_more_comes(ledger, run),
+            held=ledger.clock.monotonic() - ledger.held_since.get(run.name, ledger.clock.monotonic()),
+        )  # fmt: skip
+        if choice.hold:
+            ledger.held_since.setdefault(run.name, ledger.clock.monotonic())
         for name in choice.stale:
             group = ledger.fleet.groups[name]
             trajectories.drop_group(change, group, "go_stale", "STALE", choice.reason.text)
         if choice.take:
+            ledger.held_since.pop(run.name, None)
             manifest = _freeze(change, run, policy, step, choice, (groups, least, multiple))
             await ledger.commit(change)
             return manifest

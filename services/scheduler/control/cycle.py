@@ -157,7 +157,17 @@ class Cycle:
             in_flight=runs.in_flight(self.ledger, run),
             max_in_flight=run.max_in_flight,
             tasks_left=max(0, (run.task_epochs - run.cursor_epoch) * run.task_lines - run.cursor_position),
+            serving_lag=self._serving_lag(run),
         )
+
+    def _serving_lag(self, run: Run) -> int:
+        """Versions by which the slowest engine that admits work of the run is behind its head."""
+        serving = [
+            r.serving_number
+            for r in self.ledger.fleet.live_replicas()
+            if r.role == "ROLLOUT" and r.state == "ACTIVE" and r.serving_run == run.name
+        ]
+        return max(0, run.head - min(serving)) if serving and run.kind == "TRAIN" else 0
 
     def environments_of(self, run: Run, *, strict: bool = False) -> list[wire.ToolEnvRoute]:
         """Where the run's environments are: as the run says, else as configured."""

@@ -150,6 +150,8 @@ class Ledger:
         self._last: asyncio.Future[None] | None = None
         self._answers: dict[str, Answer] = {}
         self.revoked = Revoked()
+        self.held_since: dict[str, float] = {}
+        """Runs whose trainer is held for the staleness bound, and since when (monotonic)."""
         self.forget: list[str] = []
         """Groups that are over; dropped from memory when their change is submitted."""
         self._changed = asyncio.Event()

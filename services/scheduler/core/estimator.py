@@ -164,7 +164,8 @@ class RemainingWork:
         outcome: str,
     ) -> None:
         """A turn ended with a tool's return (empty strings if it called none). `turn` counts from 0;
-        `generated_total` is the attempt's. A total below the last one begins a new attempt."""
+        `generated_total` is the attempt's. A total below the last one begins a new attempt.
+        """
         live = self._of(run, group, trajectory)
         if generated_total < live.points[-1].generated or turn + 1 < live.points[-1].turns:
             live.points = [self._start(group)]
@@ -220,7 +221,8 @@ class RemainingWork:
         at_most: float = math.inf,
     ) -> Estimate:
         """Quantiles of the tokens still to be generated. A trajectory never seen before is estimated from its turns
-        and tokens. `at_most` is what its limits leave."""
+        and tokens. `at_most` is what its limits leave.
+        """
         live = self._live.get(trajectory)
         siblings = len(self._siblings.get(group, ()))
         point = _Point(generated_so_far, turns, (), siblings)
@@ -317,7 +319,8 @@ def _keys(turns: int, generated: int, returns: tuple[ToolReturn, ...]) -> list[t
 
 def _prior(generated: float) -> Floats:
     """Log-normal around PRIOR_TOKENS, or around half of what was generated where that is more: what has gone on for
-    long tends to go on. Sums to 1."""
+    long tends to go on. Sums to 1.
+    """
     middle = math.log2(max(PRIOR_TOKENS, generated / 2))
     shape: Floats = np.exp(-0.5 * ((_LOG_MIDDLES - middle) / PRIOR_OCTAVES) ** 2)
     return shape / shape.sum()

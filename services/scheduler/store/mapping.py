@@ -47,6 +47,8 @@ class Mapping(Generic[E]):
         self.once = once
         self.columns: list[sa.Column[Any]] = [table.c[name] for name in self.names]
         self._changing = tuple(n for n in self.names if n not in self.key and n not in fixed.split())
+        # arguments by position are twice as fast, where the fields that are kept come first
+        self._first = self.names == tuple(f.name for f in fields(cls))[: len(self.names)]  # type: ignore[arg-type]
         self._get = attrgetter(*self.names)
         self._key = itemgetter(*(self.names.index(k) for k in self.key))
         hints = get_type_hints(cls)
@@ -54,14 +56,16 @@ class Mapping(Generic[E]):
         coded = [
             (i, *_codec(hints[n])) for i, n in enumerate(self.names) if get_origin(hints[n]) in (tuple, list, dict)
         ]
-        self._encoders = tuple((i, encode) for i, encode, _ in coded)
+        self._encoders = tuple(
+            (i, encode, "{}" if get_origin(hints[self.names[i]]) is dict else "[]") for i, encode, _ in coded
+        )
         self._decoders = tuple((i, decode) for i, _, decode in coded)
 
     def to_row(self, entity: E) -> Row:
         """The entity's present values in the order of `names`, JSON columns as text."""
         row = list(self._get(entity))
-        for i, encode in self._encoders:
-            row[i] = encode(row[i])
+        for i, encode, empty in self._encoders:
+            row[i] = encode(row[i]) if row[i] else empty
         for i in self._text:
             if "\0" in row[i]:  # Postgres has no such character; one from a caller must not stop a commit
                 row[i] = row[i].replace("\0", "\N{REPLACEMENT CHARACTER}")
@@ -77,7 +81,7 @@ class Mapping(Generic[E]):
         values = list(row)
         for i, decode in self._decoders:
             values[i] = decode(values[i])
-        return self.cls(**dict(zip(self.names, values, strict=True)))
+        return self.cls(*values) if self._first else self.cls(**dict(zip(self.names, values, strict=True)))
 
     def select(self) -> sa.Select[Any]:
         """All rows; add conditions and an order."""

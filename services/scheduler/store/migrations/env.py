@@ -8,7 +8,5 @@ context.configure(
     connection=context.config.attributes["connection"],
     target_metadata=METADATA,
     version_table="libra_schema",
-    transactional_ddl=True,
 )
-with context.begin_transaction():
-    context.run_migrations()
+context.run_migrations()

@@ -1,0 +1,358 @@
+"""The multi-level feedback queue of trajectories with causal signals (C-MLFQ), as one pure decision.
+
+Levels are classes of engines: 0 many and cheap, higher ones few and fast. A trajectory starts in level 0. One that has
+used its level's token quantum in one lease belongs to the next level; it is moved there when that pays:
+
+    gain = remaining tokens (p50) x (seconds per token here - there)
+    cost = re-prefill of its tokens there + a fixed hand-over
+    move if gain > cost x (1 + hysteresis)
+
+so evidence enters through the estimate of what remains, which follows tool returns, siblings and progress. A short
+estimate moves nothing; in the drain phase, when nothing is queued, the same rule re-homes the tail without asking for the
+quantum. Moves wait for the end of the turn, so that the re-prefill overlaps with the tool call.
+
+Order: aged first (nothing starves: after `max_wait_s` any engine of any level will do, and one that is past its quantum
+is stopped if all are full), then priority, then admission order, so that groups close; within a group the longest
+remaining first. An engine of the trajectory's own level is preferred; work never waits while an engine of another level
+has room, but part of a higher level's slots stay reserved for its own.
+
+Everything follows from the view; its order does not matter.
+"""
+
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from services.scheduler.core.reason import Reason
+
+
+@dataclass(frozen=True, slots=True)
+class QueueSettings:
+    """Settings of the queue. `quantum_tokens` is per level; levels beyond its end have no quantum."""
+
+    quantum_tokens: tuple[int, ...] = (48,)
+    max_wait_s: float = 20.0
+    max_moves: int = 4
+    """Preemptions in one decision."""
+    hysteresis: float = 0.25
+    handover_s: float = 0.3
+    """Fixed cost of a move: report, queue, lease, attach."""
+    min_lease_s: float = 1.0
+    """A lease younger than this is not moved again."""
+    kv_watermark: float = 0.95
+    kv_pressure: float = 0.98
+    reserve_share: float = 0.25
+    """Share of a higher level's slots that spilled work does not take."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedTrajectory:
+    """One that waits. Times in seconds on the view's clock."""
+
+    name: str
+    run: str
+    group: str
+    admission_number: int
+    priority: int
+    level: int
+    waiting_since: float
+    tokens: int
+    """Sequence length that must be prefilled."""
+    generated: int
+    estimate_p50: float
+    estimate_p90: float
+    last_engine: str
+    """Preferred if it has room: its target, or where its prefix may still be cached."""
+    avoid: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class RunningTrajectory:
+    """One that is leased."""
+
+    name: str
+    run: str
+    engine: str
+    level: int
+    since: float
+    generated: int
+    quantum_used: int
+    in_tool_wait: bool
+    estimate_p50: float
+    estimate_p90: float
+    tokens: int
+    preempt_pending: bool
+    admission_number: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineView:
+    """One rollout replica. Unknown rates are None."""
+
+    name: str
+    run: str
+    level: int
+    concurrency_cap: int
+    running: int
+    kv_capacity_tokens: int
+    kv_used_tokens: int
+    seconds_per_token: float | None
+    prefill_tokens_per_second: float | None
+    admitting: bool
+
+
+@dataclass(frozen=True, slots=True)
+class QueueView:
+    """All that waits, runs and serves, at one moment."""
+
+    now: float
+    queued: Sequence[QueuedTrajectory]
+    running: Sequence[RunningTrajectory]
+    engines: Sequence[EngineView]
+
+
+@dataclass(frozen=True, slots=True)
+class Assign:
+    """Lease the trajectory to an engine."""
+
+    trajectory: str
+    engine: str
+    level: int
+    reason: Reason
+
+
+@dataclass(frozen=True, slots=True)
+class Preempt:
+    """Stop it, keep its tokens; it queues again in `level`, with `target_engine` in mind ('' = any)."""
+
+    trajectory: str
+    engine: str
+    target_engine: str
+    level: int
+    at_turn_end: bool
+    reason: Reason
+
+
+@dataclass(slots=True)
+class _Room:
+    """Slots and KV tokens that this decision has already given away."""
+
+    engines: Mapping[str, EngineView]
+    taken: dict[str, int] = field(default_factory=dict)
+    kv: dict[str, float] = field(default_factory=dict)
+
+    def load(self, engine: EngineView) -> int:
+        return engine.running + self.taken.get(engine.name, 0)
+
+    def fits(self, engine: EngineView, tokens: int, more: float, settings: QueueSettings, reserve: int = 0) -> bool:
+        if self.load(engine) >= engine.concurrency_cap - reserve:
+            return False
+        if not engine.kv_capacity_tokens:
+            return True
+        used = engine.kv_used_tokens + self.kv.get(engine.name, 0.0)
+        if self.load(engine) == 0:
+            return tokens <= engine.kv_capacity_tokens
+        return used + tokens + more <= engine.kv_capacity_tokens * settings.kv_watermark
+
+    def take(self, engine: EngineView, tokens: int, more: float) -> None:
+        self.taken[engine.name] = self.taken.get(engine.name, 0) + 1
+        self.kv[engine.name] = self.kv.get(engine.name, 0.0) + tokens + more
+
+
+def decide(view: QueueView, settings: QueueSettings) -> list[Assign | Preempt]:
+    """Leases for what waits and preemptions of what runs; at most one of either for each trajectory."""
+    engines = {e.name: e for e in sorted(view.engines, key=lambda e: e.name)}
+    room = _Room(engines)
+    assigns, unplaced = _assign(view, settings, engines, room)
+    preempts = _pressure(view, settings, engines)
+    preempts += _moves(view, settings, engines, room, unplaced, {p.trajectory for p in preempts})
+    preempts += _for_starving(view, settings, engines, unplaced, {p.trajectory for p in preempts})
+    return [*assigns, *preempts[: settings.max_moves]]
+
+
+def _assign(
+    view: QueueView, settings: QueueSettings, engines: Mapping[str, EngineView], room: _Room
+) -> tuple[list[Assign], list[QueuedTrajectory]]:
+    def aged(item: QueuedTrajectory) -> bool:
+        return view.now - item.waiting_since > settings.max_wait_s
+
+    def order(item: QueuedTrajectory) -> tuple[object, ...]:
+        since = item.waiting_since if aged(item) else 0.0
+        return (not aged(item), since, -item.priority, item.admission_number, -item.estimate_p50, item.name)
+
+    assigns: list[Assign] = []
+    unplaced: list[QueuedTrajectory] = []
+    for item in sorted(view.queued, key=order):
+        engine = _engine_for(item, aged(item), settings, engines, room)
+        if engine is None:
+            unplaced.append(item)
+            continue
+        room.take(engine, item.tokens, item.estimate_p50)
+        waited = view.now - item.waiting_since
+        code = "AGED" if aged(item) else "PREFERRED" if engine.name == item.last_engine else "LEAST_LOADED"
+        text = f"waited {waited:.1f} s in level {item.level}; {engine.name} (level {engine.level}) has room"
+        numbers = {"waited_s": waited, "running": float(room.load(engine)), "remaining_p50": item.estimate_p50}
+        # spilled work keeps its level: it was not demoted, there was only room elsewhere
+        assigns.append(Assign(item.name, engine.name, item.level, Reason(code, text, numbers)))
+    return assigns, unplaced
+
+
+def _engine_for(
+    item: QueuedTrajectory, aged: bool, settings: QueueSettings, engines: Mapping[str, EngineView], room: _Room
+) -> EngineView | None:
+    def reserve(engine: EngineView) -> int:
+        spilled = engine.level > item.level and not aged
+        return (
+            math.ceil(engine.concurrency_cap * settings.reserve_share) if spilled and engine.concurrency_cap > 1 else 0
+        )
+
+    able = [
+        e
+        for e in engines.values()
+        if e.admitting
+        and e.run == item.run
+        and e.name not in item.avoid
+        and room.fits(e, item.tokens, item.estimate_p50, settings, reserve(e))
+    ]
+    if not able:
+        return None
+    # a rotation by name breaks ties: always the first engine would pile new sessions onto it
+    names = list(engines)
+    turn = zlib.crc32(item.name.encode()) % len(names)
+
+    def key(engine: EngineView) -> tuple[object, ...]:
+        distance = 0 if aged else abs(engine.level - item.level)
+        share = room.load(engine) / engine.concurrency_cap
+        return (
+            distance,
+            engine.name != item.last_engine or share > 0.9,
+            share,
+            (names.index(engine.name) - turn) % len(names),
+        )
+
+    return min(able, key=key)
+
+
+def _pressure(view: QueueView, settings: QueueSettings, engines: Mapping[str, EngineView]) -> list[Preempt]:
+    """Stops the youngest on engines whose KV cache is nearly full, one an engine and decision."""
+    found = []
+    for engine in engines.values():
+        if not engine.kv_capacity_tokens:
+            continue
+        share = engine.kv_used_tokens / engine.kv_capacity_tokens
+        mine = [t for t in view.running if t.engine == engine.name and not t.preempt_pending]
+        if share <= settings.kv_pressure or len(mine) < 2:
+            continue
+        victim = max(mine, key=lambda t: (t.admission_number, -t.generated, t.name))
+        text = f"{engine.name} uses {share:.0%} of its KV cache; the youngest of {len(mine)} makes room"
+        reason = Reason("KV_PRESSURE", text, {"kv_share": share, "generated": float(victim.generated)})
+        found.append(Preempt(victim.name, engine.name, "", victim.level, False, reason))
+    return found
+
+
+def _moves(
+    view: QueueView,
+    settings: QueueSettings,
+    engines: Mapping[str, EngineView],
+    room: _Room,
+    unplaced: Sequence[QueuedTrajectory],
+    stopped: set[str],
+) -> list[Preempt]:
+    """Demotions past the quantum, and re-homing of the tail when nothing is queued."""
+    draining = not unplaced
+    found: list[tuple[float, RunningTrajectory, Preempt]] = []
+    for item in sorted(view.running, key=lambda t: (-t.estimate_p50, t.name)):
+        source = engines.get(item.engine)
+        if source is None or item.preempt_pending or item.name in stopped:
+            continue
+        if view.now - item.since < settings.min_lease_s or source.seconds_per_token is None:
+            continue
+        spent = _past_quantum(item, settings)
+        if not spent and not draining:
+            continue
+        best = _target(item, source, settings, engines, room, draining)
+        if best is None:
+            continue
+        gain, cost, target = best
+        level = max(item.level, target.level) if spent else item.level
+        why = f"used {item.quantum_used} tokens of level {item.level}" if spent else "nothing is queued"
+        text = (
+            f"{why}; {item.estimate_p50:.0f} tokens remain, {target.name} saves {gain:.2f} s for {cost:.2f} s of moving"
+        )
+        numbers = {
+            "gain_s": gain,
+            "cost_s": cost,
+            "remaining_p50": item.estimate_p50,
+            "kept_tokens": float(item.generated),
+        }
+        reason = Reason("QUANTUM" if spent else "REHOME", text, numbers)
+        room.take(target, item.tokens, item.estimate_p50)
+        found.append(
+            (gain - cost, item, Preempt(item.name, item.engine, target.name, level, not item.in_tool_wait, reason))
+        )
+    found.sort(key=lambda f: (-f[0], f[1].name))
+    return [preempt for _, _, preempt in found]
+
+
+def _past_quantum(item: RunningTrajectory, settings: QueueSettings) -> bool:
+    return item.level < len(settings.quantum_tokens) and item.quantum_used >= settings.quantum_tokens[item.level]
+
+
+def _target(
+    item: RunningTrajectory,
+    source: EngineView,
+    settings: QueueSettings,
+    engines: Mapping[str, EngineView],
+    room: _Room,
+    draining: bool,
+) -> tuple[float, float, EngineView] | None:
+    """The engine with the best gain over cost that passes the hysteresis; None if none does."""
+    best: tuple[float, float, EngineView] | None = None
+    here = source.seconds_per_token or 0.0
+    for target in engines.values():
+        there = target.seconds_per_token
+        if target.name == source.name or there is None or not target.admitting or target.run != item.run:
+            continue
+        if target.level <= source.level and not draining:
+            continue
+        if not room.fits(target, item.tokens, item.estimate_p50, settings):
+            continue
+        gain = item.estimate_p50 * (here - there)
+        prefill = item.tokens / target.prefill_tokens_per_second if target.prefill_tokens_per_second else 0.0
+        cost = settings.handover_s + prefill
+        if gain > cost * (1 + settings.hysteresis) and (best is None or gain - cost > best[0] - best[1]):
+            best = (gain, cost, target)
+    return best
+
+
+def _for_starving(
+    view: QueueView,
+    settings: QueueSettings,
+    engines: Mapping[str, EngineView],
+    unplaced: Sequence[QueuedTrajectory],
+    stopped: set[str],
+) -> list[Preempt]:
+    """Stops one that is past its quantum where the longest waiting one could run, if that one waited too long."""
+    starving = [t for t in unplaced if view.now - t.waiting_since > settings.max_wait_s]
+    if not starving:
+        return []
+    item = starving[0]
+    victims = [
+        t
+        for t in view.running
+        if t.run == item.run
+        and not t.preempt_pending
+        and t.name not in stopped
+        and t.engine in engines
+        and engines[t.engine].admitting
+        and view.now - t.since > settings.max_wait_s
+        and _past_quantum(t, settings)
+    ]
+    if not victims:
+        return []
+    victim = max(victims, key=lambda t: (t.quantum_used, t.name))
+    waited = view.now - item.waiting_since
+    text = f"{item.name} waited {waited:.1f} s; this one has used {victim.quantum_used} tokens of its level"
+    reason = Reason("STARVING", text, {"waited_s": waited, "quantum_used": float(victim.quantum_used)})
+    return [Preempt(victim.name, victim.engine, "", victim.level, not victim.in_tool_wait, reason)]

@@ -1,0 +1,244 @@
+"""Which accelerators train and which generate: all splits of the hybrid ones, judged by the cost model over a horizon.
+
+The choice is made among every number of hybrid accelerators given to training (their levels as configured), so the
+present layout and the best homogeneous one are always among the alternatives. Tensor-parallel shapes and micro-batch
+budgets are carried by replicas but fixed here; searching them jointly belongs to a later version of this function.
+
+A move is proposed only if
+
+    gain (tokens per second more x horizon)  >  cost x (1 + hysteresis)
+    cost = hand-over seconds x what the moving accelerator contributes + a pause of the trainers
+
+and only after enough steps were seen, outside the cool-down, within the moves that the window allows, above the floors,
+and if the same direction won `confirmations` evaluations in a row: noise around the balance moves nothing. One accelerator
+moves at a time; the next evaluation sees what that did.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from services.scheduler.core.costmodel import CostModel, Layout, Prediction
+from services.scheduler.core.reason import Reason
+
+REGROUP_S = 1.0
+"""Pause of all trainers when their group re-forms, seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class AcceleratorView:
+    """One accelerator as the planner sees it. `level` is what it would be as a rollout replica."""
+
+    name: str
+    pool: str
+    role: str
+    movable: bool
+    level: int
+    since: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class PlannerSettings:
+    """Settings of the planner; seconds, counts and shares."""
+
+    horizon_s: float = 60.0
+    cooldown_s: float = 20.0
+    hysteresis: float = 0.1
+    confirmations: int = 2
+    max_moves_per_window: int = 6
+    window_s: float = 300.0
+    min_trainers: int = 1
+    min_rollouts: int = 1
+    min_steps: int = 3
+
+
+@dataclass(frozen=True, slots=True)
+class PlanInput:
+    """All that a plan rests on."""
+
+    now: float
+    accelerators: Sequence[AcceleratorView]
+    max_versions: int
+    steps_seen: int
+    steps_since_move: int
+    last_moves: tuple[float, ...] = ()
+    """Times of the moves within the window."""
+    busy: bool = False
+    """A hand-over is under way."""
+
+
+@dataclass(frozen=True, slots=True)
+class MoveProposal:
+    """One accelerator to change sides."""
+
+    accelerator: str
+    from_role: str
+    to_role: str
+    gain_rate: float
+    """Trained tokens per second expected more."""
+    gain_tokens: float
+    cost_tokens: float
+    reason: Reason
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """A layout that was considered."""
+
+    label: str
+    layout: Layout
+    prediction: Prediction
+    reason: Reason
+
+
+@dataclass(frozen=True, slots=True)
+class PlanResult:
+    """The layout that is best by the model, what else was considered, and the moves to make now."""
+
+    chosen: Alternative
+    present: Alternative
+    alternatives: tuple[Alternative, ...]
+    moves: tuple[MoveProposal, ...]
+    reason: Reason
+
+
+@dataclass(slots=True)
+class PlannerState:
+    """Which direction won, and how often in a row."""
+
+    direction: str = ""
+    wins: int = 0
+
+
+def plan(given: PlanInput, model: CostModel, settings: PlannerSettings, state: PlannerState) -> PlanResult:
+    """Judges all splits and proposes at most one move; `state` counts confirmations."""
+    present = layout_of(given.accelerators)
+    candidates = _candidates(given.accelerators, settings)
+    judged = [_judge(layout, present, model, given.max_versions) for layout in candidates]
+    here = next((a for a in judged if a.layout == present), None) or _judge(present, present, model, given.max_versions)
+    best = max(judged, key=lambda a: (a.prediction.trained_tokens_per_second, a.layout == present, -a.layout.trainers))
+    others = tuple(a for a in sorted(judged, key=lambda a: -a.prediction.trained_tokens_per_second) if a is not best)[
+        :16
+    ]
+    blocked = _blocked(given, model, settings)
+    move = None if blocked or best.layout == present else _move(given, here, model, settings)
+    if move is None:
+        if not blocked:
+            state.direction, state.wins = "", 0
+        reason = blocked or Reason(
+            "BALANCED",
+            f"{_words(present)} is within the cost of a move of the best ({_words(best.layout)})",
+            {"present": here.prediction.trained_tokens_per_second, "best": best.prediction.trained_tokens_per_second},
+        )
+        return PlanResult(best, here, others, (), reason)
+    state.wins = state.wins + 1 if state.direction == move.to_role else 1
+    state.direction = move.to_role
+    if state.wins < settings.confirmations:
+        text = f"{move.reason.text}; seen {state.wins} of {settings.confirmations} times"
+        return PlanResult(best, here, others, (), Reason("CONFIRMING", text, move.reason.numbers))
+    state.direction, state.wins = "", 0
+    return PlanResult(best, here, others, (move,), move.reason)
+
+
+def layout_of(accelerators: Sequence[AcceleratorView]) -> Layout:
+    """The layout that the accelerators serve now."""
+    levels: dict[int, int] = {}
+    for item in accelerators:
+        if item.role == "ROLLOUT":
+            levels[item.level] = levels.get(item.level, 0) + 1
+    trainers = sum(a.role == "TRAINER" for a in accelerators)
+    return Layout(trainers, tuple(sorted(levels.items())))
+
+
+def _candidates(accelerators: Sequence[AcceleratorView], settings: PlannerSettings) -> list[Layout]:
+    fixed = [a for a in accelerators if a.pool != "HYBRID" or not a.movable]
+    hybrids = sorted((a for a in accelerators if a.pool == "HYBRID" and a.movable), key=lambda a: (a.level, a.name))
+    found = []
+    for count in range(len(hybrids) + 1):
+        moved = [
+            AcceleratorView(a.name, a.pool, "TRAINER" if i < count else "ROLLOUT", a.movable, a.level)
+            for i, a in enumerate(hybrids)
+        ]
+        layout = layout_of([*fixed, *moved])
+        if layout.trainers >= settings.min_trainers and layout.rollout_count >= settings.min_rollouts:
+            found.append(layout)
+    return found or [layout_of(accelerators)]
+
+
+def _judge(layout: Layout, present: Layout, model: CostModel, max_versions: int) -> Alternative:
+    prediction = model.predict(layout, max_versions)
+    bound = "rollout" if prediction.rollout_seconds >= prediction.train_seconds else "training"
+    text = (
+        f"{_words(layout)}: {prediction.trained_tokens_per_second:.0f} tokens/s, bound by {bound} (rollout "
+        f"{prediction.rollout_seconds:.2f} s, training {prediction.train_seconds:.2f} s a step)"
+    )
+    numbers = {
+        "tokens_per_s": prediction.trained_tokens_per_second,
+        "rollout_s": prediction.rollout_seconds,
+        "train_s": prediction.train_seconds,
+        "tail_s": prediction.tail_seconds,
+    }
+    label = "present" if layout == present else f"{layout.trainers}-{layout.rollout_count}"
+    return Alternative(label, layout, prediction, Reason("ALTERNATIVE", text, numbers))
+
+
+def _words(layout: Layout) -> str:
+    return f"{layout.trainers} training / {layout.rollout_count} rollout"
+
+
+def _blocked(given: PlanInput, model: CostModel, settings: PlannerSettings) -> Reason | None:
+    """Why nothing may move now, if so."""
+    if given.busy:
+        return Reason("HANDOVER", "a hand-over is under way")
+    if given.steps_seen < settings.min_steps or not model.ready:
+        return Reason(
+            "NO_EVIDENCE", f"{given.steps_seen} of {settings.min_steps} steps seen, both phases must have run"
+        )
+    if given.last_moves and given.steps_since_move < settings.min_steps:
+        return Reason("SETTLING", f"{given.steps_since_move} of {settings.min_steps} steps seen since the last move")
+    recent = [t for t in given.last_moves if given.now - t < settings.window_s]
+    if recent and given.now - max(recent) < settings.cooldown_s:
+        return Reason(
+            "COOLDOWN", f"moved {given.now - max(recent):.0f} s ago; cool-down is {settings.cooldown_s:.0f} s"
+        )
+    if len(recent) >= settings.max_moves_per_window:
+        return Reason("RATE", f"{len(recent)} moves within {settings.window_s:.0f} s, as many as allowed")
+    return None
+
+
+def _move(given: PlanInput, here: Alternative, model: CostModel, settings: PlannerSettings) -> MoveProposal | None:
+    """The best single move, if its gain exceeds its cost by the hysteresis."""
+    found: list[MoveProposal] = []
+    rate = here.prediction.trained_tokens_per_second
+    for item in sorted(given.accelerators, key=lambda a: (a.since, a.name)):
+        if item.pool != "HYBRID" or not item.movable or item.role not in ("ROLLOUT", "TRAINER"):
+            continue
+        to_role = "TRAINER" if item.role == "ROLLOUT" else "ROLLOUT"
+        after = [
+            AcceleratorView(a.name, a.pool, to_role if a.name == item.name else a.role, a.movable, a.level, a.since)
+            for a in given.accelerators
+        ]
+        layout = layout_of(after)
+        if layout.trainers < settings.min_trainers or layout.rollout_count < settings.min_rollouts:
+            continue
+        new = model.predict(layout, given.max_versions)
+        gain_rate = new.trained_tokens_per_second - rate
+        share = 1.0 / max(1, here.layout.trainers if item.role == "TRAINER" else here.layout.rollout_count)
+        seconds = model.handover(to_role)
+        cost = seconds * rate * share + REGROUP_S * rate
+        gain = gain_rate * settings.horizon_s
+        if gain <= cost * (1 + settings.hysteresis) or gain_rate <= rate * settings.hysteresis:
+            continue
+        text = (
+            f"{_words(here.layout)} gives {rate:.0f} tokens/s (rollout {here.prediction.rollout_seconds:.2f} s, training "
+            f"{here.prediction.train_seconds:.2f} s a step); {_words(layout)} would give "
+            f"{new.trained_tokens_per_second:.0f}: {gain:.0f} tokens more in {settings.horizon_s:.0f} s for {cost:.0f}"
+        )
+        numbers = {
+            "gain_tokens": gain,
+            "cost_tokens": cost,
+            "tokens_per_s": rate,
+            "predicted_tokens_per_s": new.trained_tokens_per_second,
+            "horizon_s": settings.horizon_s,
+        }
+        found.append(MoveProposal(item.name, item.role, to_role, gain_rate, gain, cost, Reason("GAIN", text, numbers)))
+    return max(found, key=lambda m: m.gain_tokens - m.cost_tokens) if found else None
