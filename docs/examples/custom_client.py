@@ -6,6 +6,7 @@
 The run is of kind EVAL: its trajectories are handed to us (DELIVERED) instead of to a trainer. What is preempted keeps
 its tokens and its environment session, queues again and goes on, perhaps on another worker.
 """
+# ruff: noqa: T201, INP001
 
 import argparse
 import asyncio
@@ -15,8 +16,8 @@ from pathlib import Path
 from services.client import LibraClient
 from services.common import wire
 
-TASKS = [{"id": f"sum-{a}-{b}", "question": f"{a}+{b}-3=?", "answer": str(a + b - 3), "max_ops": 1} for a, b in
-         ((14, 21), (35, 12), (27, 56), (81, 10))]  # fmt: skip
+SUMS = {"31+14-20+55-12+47": "115", "80-35+41+16-22+19": "99", "27+56-13+62-48+11": "95", "64-19+23+38-51+70": "125"}
+TASKS = [{"id": sum_, "question": f"{sum_}=?", "answer": answer, "max_ops": 1} for sum_, answer in SUMS.items()]
 GROUP_SIZE = 2
 TERMINAL = ("DELIVERED", "VOID", "CANCELLED")
 
@@ -32,7 +33,7 @@ async def main(scheduler: str, model: str, environment: str, timeout_s: float) -
                 environment=environment,
                 group_size=GROUP_SIZE,
                 sampling=wire.SamplingParams(temperature=1.0),
-                limits=wire.TrajectoryLimits(max_generated_tokens=128, max_turns=8),
+                limits=wire.TrajectoryLimits(max_generated_tokens=200, max_turns=12),
                 seed=7,
             ),
         )

@@ -1,7 +1,7 @@
 """Dividing sequences over replicas and over micro-batches: pure, deterministic, the same on every member.
 
 A replica's shard is a function of the manifest's lengths and the participating (rank, count) alone, so no member has to
-tell another what it takes. Lengths are tokens; 0 is allowed (a sequence without trained tokens still has to be somewhere).
+tell another what it takes. Lengths are tokens; 0 is allowed (a sequence without trained tokens has to be somewhere).
 """
 
 import heapq

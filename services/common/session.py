@@ -265,10 +265,9 @@ class FleetSession:
                 future.set_exception(SessionLost(self.name))
 
     async def _pause(self, seconds: float) -> None:
-        try:
-            await asyncio.wait_for(self._stopping.wait(), seconds)
-        except TimeoutError:
-            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._stopping.wait()
 
     def _stale(self, stamp: wire.Stamp) -> bool:
         """True for an answer of a deposed leader, which has no effect."""
@@ -290,7 +289,8 @@ class FleetSession:
     async def _report_loop(self) -> str:
         while not self._stopping.is_set():
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), self._report_interval)
+                async with asyncio.timeout(self._report_interval):
+                    await self._wake.wait()
             self._wake.clear()
             ended = await self._report_once()
             if ended is not None:

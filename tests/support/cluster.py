@@ -52,7 +52,9 @@ class LocalCluster:
         return int((self.folder / "pids" / f"{name}.pid").read_text())
 
     def logs(self) -> str:
-        return "\n".join(f"--- {p.name}\n{p.read_text()[-2_000:]}" for p in sorted((self.folder / "logs").glob("*.log")))
+        return "\n".join(
+            f"--- {p.name}\n{p.read_text()[-2_000:]}" for p in sorted((self.folder / "logs").glob("*.log"))
+        )
 
 
 def environment() -> dict[str, str]:
@@ -104,5 +106,5 @@ def local_cluster(tmp_path: Path) -> Iterator[LocalCluster]:
     finally:
         code = stop(cluster.process)
         if code != 0:
-            print(cluster.logs())
+            print(cluster.logs())  # noqa: T201 - pytest shows it with the failure
     assert code == 0, f"the launcher ended with {code}"

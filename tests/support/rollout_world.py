@@ -93,12 +93,12 @@ class ToyEnv(wire.ToolEnvServiceServicer):
 
 
 class ChattyTags(LibraTags):
-    """LibraTags in which digits end a turn too, so that a random model calls tools often."""
+    """LibraTags in which some letters end a turn too, so that a random model calls tools often."""
 
     def __init__(self, codec) -> None:
         super().__init__(codec)
-        digits = {codec.encode(d)[0]: Finish.TOOL_CALL for d in "02468"}
-        self.stop_ids = {**self.stop_ids, **digits}
+        ends = {codec.encode(c)[0]: Finish.TOOL_CALL for c in "0369cfilorux"}
+        self.stop_ids = {**self.stop_ids, **ends}
 
 
 class World:

@@ -72,8 +72,8 @@ def write_tiny_model(
         with torch.no_grad():
             model.lm_head.weight.normal_(0.0, spread / hidden**0.5 * 1.5)
             for layer in model.model.layers:
-                layer.self_attn.o_proj.weight.normal_(0.0, 0.3 / hidden**0.5)
-                layer.mlp.down_proj.weight.normal_(0.0, 0.3 / hidden**0.5)
+                layer.self_attn.o_proj.weight.normal_(0.0, 1.5 / hidden**0.5)
+                layer.mlp.down_proj.weight.normal_(0.0, 1.5 / hidden**0.5)
             model.model.embed_tokens.weight.normal_(0.0, 1.0)
     model.save_pretrained(folder)
     return folder

@@ -197,8 +197,8 @@ def group(item: Group, members: list[Trajectory]) -> wire.Group:
     """A group with its members."""
     message = wire.Group(
         name=item.name, state=wire.GroupState.Value(f"GROUP_STATE_{item.state}"),
-        admission_number=item.admission_number, priority=item.priority, reason=reason(item.reason_code, item.reason_text),
-        create_time=wire.timestamp(item.create_time),
+        admission_number=item.admission_number, priority=item.priority,
+        reason=reason(item.reason_code, item.reason_text), create_time=wire.timestamp(item.create_time),
     )  # fmt: skip
     message.task.ParseFromString(item.task)
     if item.close_time:

@@ -72,7 +72,8 @@ class Cycle:
         config = self.ledger.config
         while True:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.ledger.cycle_wanted.wait(), IDLE_SECONDS)
+                async with asyncio.timeout(IDLE_SECONDS):
+                    await self.ledger.cycle_wanted.wait()
             self.ledger.cycle_wanted.clear()
             change = self.once()
             if not change.empty:

@@ -6,6 +6,7 @@ the commit. Whoever only reads waits for `barrier`, so that nobody is told what 
 """
 
 import asyncio
+import contextlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -176,7 +177,13 @@ class Ledger:
             return self.fleet.revision
         self.fleet.revision += 1
         revision = self.fleet.revision
-        events = change.seal(revision, self.fleet.term)
+        try:
+            events = change.seal(revision, self.fleet.term)
+        except Exception as error:
+            # memory is ahead of what can be written: stop leading and load again
+            if not self.failed.done():
+                self.failed.set_result(error)
+            raise
         future = self._writer.submit(change.unit)
         future.add_done_callback(lambda f: self._done(f, revision, events))
         self._last = future
@@ -217,10 +224,10 @@ class Ledger:
     async def wait_change(self, timeout: float) -> None:
         """Returns at the next submitted change, or after `timeout` seconds."""
         event = self._changed
-        try:
-            await asyncio.wait_for(event.wait(), max(0.0, timeout))
-        except TimeoutError:
-            return
+        # asyncio.timeout, here and elsewhere: wait_for of Python 3.11 can swallow a cancellation
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(max(0.0, timeout)):
+                await event.wait()
 
     def remember(self, answer: Answer) -> None:
         """Keeps an answer for a repeated request id."""

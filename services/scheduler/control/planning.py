@@ -1,4 +1,4 @@
-"""The planner at work: feeds the cost model, evaluates now and then, starts the moves that pay, and judges them after."""
+"""The planner at work: feeds the cost model, evaluates now and then, starts what pays, and judges it afterwards."""
 
 import uuid
 from collections import deque
@@ -258,7 +258,9 @@ class Planning:
                 sources=[wire.ReassignmentSource(replica=replica.name, generation=replica.generation)],
                 targets=[
                     wire.ReassignmentTarget(
-                        spec=wire.ReplicaSpec(role=wire.Role.Value(f"ROLE_{move.to_role}"), accelerators=[move.accelerator])
+                        spec=wire.ReplicaSpec(
+                            role=wire.Role.Value(f"ROLE_{move.to_role}"), accelerators=[move.accelerator]
+                        )
                     )
                 ],
                 gain_tokens=move.gain_tokens, cost_tokens=move.cost_tokens,
@@ -273,7 +275,8 @@ class Planning:
     def _layout(self, layout: Layout, prediction: Prediction) -> wire.Layout:
         message = wire.Layout(
             prediction=wire.Prediction(
-                trained_tokens_per_second=prediction.trained_tokens_per_second, rollout_seconds=prediction.rollout_seconds,
+                trained_tokens_per_second=prediction.trained_tokens_per_second,
+                rollout_seconds=prediction.rollout_seconds,
                 tail_seconds=prediction.tail_seconds, train_seconds=prediction.train_seconds,
                 recent_error=-1.0 if self.model.error.value is None else self.model.error.value,
             )

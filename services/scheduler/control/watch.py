@@ -41,7 +41,8 @@ class Follower:
         """What came since the last call, waiting up to `timeout` seconds; Overrun if it was too much."""
         if not self._queue and not self.overrun:
             try:
-                await asyncio.wait_for(self._ready.wait(), timeout)
+                async with asyncio.timeout(timeout):
+                    await self._ready.wait()
             except TimeoutError:
                 return []
         self._ready.clear()

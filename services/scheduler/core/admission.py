@@ -1,9 +1,9 @@
 """How much work is let in, and what a training step takes: the staleness bound, kept at both ends.
 
-A token's age in a step is the step's base version minus the version that sampled it. It is bounded by K (`max_versions`):
+A token's age in a step is the step's base version minus the version that sampled it; K (`max_versions`) bounds it:
 
-* at admission by prediction. Batches take groups in order, so a group that is admitted behind u unconsumed ones is taken
-  about floor(u / batch) steps later. Its first token is sampled by what the engines serve now, which lags the head by
+* at admission by prediction. Batches take groups in order, so a group admitted behind u unconsumed ones is taken about
+  floor(u / batch) steps later. Its first token is sampled by what the engines serve now, which lags the head by
   `serving_lag`. It is admitted only if floor(u / batch) + serving_lag <= K. Time in the queue and in the closed buffer
   counts, since both are part of u;
 * at `choose_batch` and again at `check_commit` by the versions that the segments record.

@@ -7,9 +7,9 @@ used its level's token quantum in one lease belongs to the next level; it is mov
     cost = re-prefill of its tokens there + a fixed hand-over
     move if gain > cost x (1 + hysteresis)
 
-so evidence enters through the estimate of what remains, which follows tool returns, siblings and progress. A short
-estimate moves nothing; in the drain phase, when nothing is queued, the same rule re-homes the tail without asking for the
-quantum. Moves wait for the end of the turn, so that the re-prefill overlaps with the tool call.
+so evidence enters through the estimate of what remains, which follows tool returns, siblings and progress. A
+short estimate moves nothing; in the drain phase, when nothing is queued, the same rule re-homes the tail without
+asking for the quantum. Moves wait for the end of the turn, so that the re-prefill overlaps with the tool call.
 
 Order: aged first (nothing starves: after `max_wait_s` any engine of any level will do, and one that is past its quantum
 is stopped if all are full), then priority, then admission order, so that groups close; within a group the longest

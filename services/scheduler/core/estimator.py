@@ -323,7 +323,8 @@ def _prior(generated: float) -> Floats:
     """
     middle = math.log2(max(PRIOR_TOKENS, generated / 2))
     shape: Floats = np.exp(-0.5 * ((_LOG_MIDDLES - middle) / PRIOR_OCTAVES) ** 2)
-    return shape / shape.sum()
+    total: float = shape.sum()
+    return shape / total
 
 
 def _mix(parent: Floats, layer: _Layer) -> tuple[Floats, float]:

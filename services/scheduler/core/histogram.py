@@ -32,7 +32,7 @@ def of_samples(tokens: Floats, weights: Floats) -> Floats:
     bins = np.zeros(len(tokens), dtype=np.intp)
     some = tokens >= 1
     bins[some] = np.minimum(BINS - 1, 1 + (BINS_PER_OCTAVE * np.log2(tokens[some])).astype(np.intp))
-    return np.bincount(bins, weights=weights, minlength=BINS)
+    return np.bincount(bins, weights=weights, minlength=BINS).astype(np.float64)
 
 
 def survivors(counts: Floats, passed: float) -> Floats:

@@ -9,9 +9,9 @@ A move is proposed only if
     gain (tokens per second more x horizon)  >  cost x (1 + hysteresis)
     cost = hand-over seconds x what the moving accelerator contributes + a pause of the trainers
 
-and only after enough steps were seen, outside the cool-down, within the moves that the window allows, above the floors,
-and if the same direction won `confirmations` evaluations in a row: noise around the balance moves nothing. One accelerator
-moves at a time; the next evaluation sees what that did.
+and only after enough steps were seen, outside the cool-down, within the moves that the window allows, above the
+floors, and if the same direction won `confirmations` evaluations in a row: noise around the balance moves nothing. One
+accelerator moves at a time; the next evaluation sees what that did.
 """
 
 from collections.abc import Sequence
@@ -229,8 +229,8 @@ def _move(given: PlanInput, here: Alternative, model: CostModel, settings: Plann
         if gain <= cost * (1 + settings.hysteresis) or gain_rate <= rate * settings.hysteresis:
             continue
         text = (
-            f"{_words(here.layout)} gives {rate:.0f} tokens/s (rollout {here.prediction.rollout_seconds:.2f} s, training "
-            f"{here.prediction.train_seconds:.2f} s a step); {_words(layout)} would give "
+            f"{_words(here.layout)} gives {rate:.0f} tokens/s (rollout {here.prediction.rollout_seconds:.2f} s, "
+            f"training {here.prediction.train_seconds:.2f} s a step); {_words(layout)} would give "
             f"{new.trained_tokens_per_second:.0f}: {gain:.0f} tokens more in {settings.horizon_s:.0f} s for {cost:.0f}"
         )
         numbers = {

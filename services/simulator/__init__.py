@@ -1,0 +1,1 @@
+"""Discrete-event simulation over the decision core (not part of this version)."""
