@@ -224,7 +224,8 @@ class Supervised:
                 await asyncio.gather(watch, return_exceptions=True)
             if self._stop.is_set():
                 return
-            words = child.last_words()
+            # one that was killed from outside had no words about it
+            words = "" if -self.exit_code in (signal.SIGKILL, signal.SIGTERM) else child.last_words()
             self.message = f"{self.name} {describe_exit(self.exit_code)}" + (f": {words}" if words else "")
             now = time.monotonic()
             ends.append(now)

@@ -53,7 +53,7 @@ class Planned:
     done: bool = False
 
 
-@dataclass(slots=True)
+@dataclass
 class Chaos:
     """Five kinds of kills, spread over the job. `run` ends when all are done or it is cancelled."""
 

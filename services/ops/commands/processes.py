@@ -105,10 +105,16 @@ def _reporter(json: bool) -> Say:
             render.line({"process": process, "state": state, "message": told})
         else:
             # the whole message is in the log, and is the command's last word if the process is given up
-            text = f"{process:<20} {state.lower()}" + (f": {told.splitlines()[-1]}" if told else "")
+            text = f"{process:<20} {state.lower()}" + (f": {_brief(told)}" if told else "")
             render.console().print(text, markup=False, soft_wrap=True)
 
     return say
+
+
+def _brief(message: str) -> str:
+    """How it ended, and the last line of what it said."""
+    lines = message.splitlines()
+    return message if len(lines) == 1 else f"{lines[0].partition(':')[0]}: {lines[-1]}"
 
 
 def demo(

@@ -13,6 +13,8 @@ from services.scheduler.core.estimator import RemainingWork
 from services.scheduler.core.model import Manifest, Session, Trajectory
 
 MAX_STEPS = 256
+SMOOTHING = 0.2
+"""Weight of the newest report in an engine's seconds per token: single intervals are noisy."""
 
 
 @dataclass(slots=True)
@@ -117,7 +119,8 @@ class Observe:
         rate.running, rate.waiting = engine.running, engine.waiting
         rate.kv_capacity, rate.kv_used = engine.kv_capacity_tokens, engine.kv_used_tokens
         if engine.seconds_per_token > 0:
-            rate.seconds_per_token = engine.seconds_per_token
+            known = rate.seconds_per_token or engine.seconds_per_token
+            rate.seconds_per_token = known + SMOOTHING * (engine.seconds_per_token - known)
 
     def accelerator(self, observation: wire.AcceleratorObservation) -> None:
         """A node agent's measurement."""

@@ -38,8 +38,12 @@ class QueueSettings:
     hysteresis: float = 0.25
     handover_s: float = 0.3
     """Fixed cost of a move: report, queue, lease, attach."""
-    min_lease_s: float = 1.0
+    min_lease_s: float = 2.0
     """A lease younger than this is not moved again."""
+    min_remaining: float = 24.0
+    """Fewer remaining tokens (p50) are not worth a move whatever the rates say; twice as many for re-homing."""
+    max_moves_each: int = 3
+    """Moves of one trajectory: noise in the rates must not send it round and round."""
     kv_watermark: float = 0.95
     kv_pressure: float = 0.98
     reserve_share: float = 0.25
@@ -84,6 +88,8 @@ class RunningTrajectory:
     tokens: int
     preempt_pending: bool
     admission_number: int = 0
+    moves: int = 0
+    """Times it was preempted so far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,6 +277,9 @@ def _moves(
         spent = _past_quantum(item, settings)
         if not spent and not draining:
             continue
+        least = settings.min_remaining if spent else 2 * settings.min_remaining
+        if item.moves >= settings.max_moves_each or item.estimate_p50 < least:
+            continue
         best = _target(item, source, settings, engines, room, draining)
         if best is None:
             continue
@@ -314,7 +323,7 @@ def _target(
         there = target.seconds_per_token
         if target.name == source.name or there is None or not target.admitting or target.run != item.run:
             continue
-        if target.level <= source.level and not draining:
+        if target.level <= source.level and not (draining and _half_as_full(target, source, room)):
             continue
         if not room.fits(target, item.tokens, item.estimate_p50, settings):
             continue
@@ -324,6 +333,12 @@ def _target(
         if gain > cost * (1 + settings.hysteresis) and (best is None or gain - cost > best[0] - best[1]):
             best = (gain, cost, target)
     return best
+
+
+def _half_as_full(target: EngineView, source: EngineView, room: _Room) -> bool:
+    """Between engines of one kind only a clear difference in load is worth a move."""
+    there = (room.load(target) + 1) / target.concurrency_cap
+    return there < 0.5 * room.load(source) / source.concurrency_cap
 
 
 def _for_starving(

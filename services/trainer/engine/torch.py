@@ -16,6 +16,8 @@ from services.trainer.engine.base import Array, LossSums, TrainSequence
 from services.trainer.loss import LossRule, token_loss
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
+FIRST_SEED = 0
+"""Of torch's generator at version 0; from then on its state is part of checkpoints and of what joining replicas get."""
 
 
 class TorchEngine:
@@ -44,6 +46,8 @@ class TorchEngine:
         if grpo.kl_coef:
             self._reference = self._read(model).eval()
             self._reference.requires_grad_(False)
+        # version 0 is the same on every replica, generators included
+        torch.manual_seed(FIRST_SEED)
         pairs = [(n, p) for n, p in self._model.named_parameters() if p.requires_grad]
         self._names, self._parameters = [n for n, _ in pairs], [p for _, p in pairs]
         # one buffer for all gradients, each parameter's .grad a view of it: the reduction is one operation, and an
