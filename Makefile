@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PROTOS := $(wildcard proto/libra/v1/*.proto)
 
-.PHONY: setup demo test lint format clean
+.PHONY: setup demo test test-e2e lint format clean
 .DELETE_ON_ERROR:
 
 setup: $(VENV)/.ready
@@ -27,7 +27,11 @@ lint: setup
 	PATH="$(CURDIR)/$(BIN):$$PATH" sh proto/breaking.sh
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m 'not e2e'
+
+# the whole local cluster: SQLite and a real Postgres, services killed while they work
+test-e2e: setup
+	$(BIN)/python -m pytest -m e2e --timeout 600 tests/e2e
 
 format: setup
 	$(BIN)/ruff check --fix-only .

@@ -174,6 +174,7 @@ class Supervised:
         """Begins to keep it running; no effect if it is kept already."""
         if self._task is None or self._task.done():
             self._stop.clear()
+            self.state, self.message, self.exit_code = "IDLE", "", None
             self._task = asyncio.create_task(self._keep(), name=f"supervise {self.name}")
 
     async def wait_ready(self, *, first_try: bool = False) -> str:

@@ -27,7 +27,8 @@ MAX_TURNS = 32
 LEARNING_RATE = 3e-4
 CHECKPOINT_EVERY = 5
 
-MODEL_PLACES = (Path(__file__).parents[2] / "assets" / "demo", Path(__file__).parent / "assets" / "demo")
+MODEL = Path(__file__).parent / "assets" / "demo"
+"""The warm-started model, in Hugging Face format."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +42,13 @@ class Job:
 
 
 def model_folder() -> Path:
-    """Where the warm-started model lies; ConfigError if this copy of the repository has none."""
-    for folder in MODEL_PLACES:
-        if (folder / "config.json").exists() and any(folder.glob("*.safetensors")):
-            return folder
-    raise ConfigError(
-        f"the demonstration's model is missing: expected config.json and model.safetensors in {MODEL_PLACES[0]}; "
-        "it is part of the repository, check the clone"
-    )
+    """Where the warm-started model lies; ConfigError if this installation has none."""
+    if not (MODEL / "config.json").exists() or not any(MODEL.glob("*.safetensors")):
+        raise ConfigError(
+            f"the demonstration's model is missing: expected config.json and model.safetensors in {MODEL}; it is part "
+            "of the repository, check the clone"
+        )
+    return MODEL
 
 
 def training(job: Job, blobs: BlobStore) -> wire.Run:

@@ -25,6 +25,7 @@ PHASE_COLOURS = {
     "publish": "#10b981", "recover": "#ef4444", "wait_batch": "#e5e7eb", "unspecified": "#f3f4f6",
     "generating": "#0891b2", "switching": "#fcd34d", "idle": "#e5e7eb", "asleep": "#f3f4f6",
 }  # fmt: skip
+PHASE_WORDS = {"wait_batch": "waits for a batch", "unspecified": "holds no replica", "publish": "publishes weights"}
 WIDE, HALF = (11.2, 2.9), (5.4, 3.1)
 STYLE = {
     "font.family": "sans-serif", "font.sans-serif": ["DejaVu Sans"], "font.size": 9, "axes.edgecolor": "#d1d5db",
@@ -84,9 +85,9 @@ def tail(early: Sequence[int], late: Sequence[int]) -> str:
                 continue
             x = np.sort(np.asarray(values))
             share = 1.0 - np.arange(len(x)) / len(x)
-            axes.step(x, share, where="post", color=colour, linewidth=1.8, label=label)
+            named = f"{label}, longest {x[-1]}"
+            axes.step(x, share, where="post", color=colour, linewidth=1.8, label=named)
             axes.plot([x[-1]], [share[-1]], marker="o", color=colour, markersize=4)
-            axes.annotate(str(x[-1]), (x[-1], share[-1]), textcoords="offset points", xytext=(4, 4), fontsize=8)
         axes.set(xscale="log", yscale="log", xlabel="generated tokens", ylabel="share at least as long")
         if early or late:
             axes.legend(loc="lower left")
@@ -168,8 +169,9 @@ def queue(times: Sequence[float], levels: Mapping[str, Sequence[float]]) -> str:
     def paint(axes: Any) -> None:
         for i, (level, values) in enumerate(levels.items()):
             axes.step(times, values, where="post", color=SERIES[i % len(SERIES)], linewidth=1.5, label=f"level {level}")
+        highest = max((v for values in levels.values() for v in values), default=0.0)
         axes.set(xlabel="seconds since the training run began", ylabel="waiting trajectories")
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.3 * max(1.0, highest))
         if levels:
             axes.legend(loc="upper right")
 
@@ -185,7 +187,9 @@ def time_split(split: Mapping[str, Mapping[str, float]]) -> str:
         left = np.zeros(len(workers))
         for phase in phases:
             share = np.array([split[w].get(phase, 0.0) / max(1e-9, sum(split[w].values())) for w in workers])
-            axes.barh(workers, share, left=left, height=0.68, color=PHASE_COLOURS[phase], label=phase.replace("_", " "))
+            axes.barh(
+                workers, share, left=left, height=0.68, color=PHASE_COLOURS[phase], label=PHASE_WORDS.get(phase, phase)
+            )
             left += share
         axes.set(xlabel="share of time", xlim=(0, 1))
         axes.invert_yaxis()

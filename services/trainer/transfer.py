@@ -25,6 +25,8 @@ _log = log.get(__name__)
 
 SCHEME = "Libra-HMAC"
 SOCKET_TIMEOUT_SECONDS = 30.0
+OFFER_SECONDS = 10.0
+"""Longest wait of a request for the state that it names."""
 MAX_STATE_BYTES = 1 << 40
 
 
@@ -43,7 +45,7 @@ class StateTransport(CheckpointTransport[Any]):  # type: ignore[misc]
         self._shared = secret
         self._secret = secret or secrets.token_bytes(32)
         self._nonce = secrets.token_hex(16)
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
         self._offered: tuple[int, bytes] | None = None
         self._server = _Server((host, 0), _handler(self))
         self._host, self._port = host, self._server.server_address[1]
@@ -57,11 +59,12 @@ class StateTransport(CheckpointTransport[Any]):  # type: ignore[misc]
     def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: Any, timeout: timedelta) -> None:
         del dst_ranks, timeout
         data = encode(state_dict)
-        with self._lock:
+        with self._changed:
             self._offered = (step, data)
+            self._changed.notify_all()
 
     def disallow_checkpoint(self) -> None:
-        with self._lock:
+        with self._changed:
             self._offered = None
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
@@ -93,11 +96,15 @@ class StateTransport(CheckpointTransport[Any]):  # type: ignore[misc]
         expected = f"{SCHEME} {sign(self._secret, path)}"
         if not hmac.compare_digest(authorization.encode(), expected.encode()):
             return HTTPStatus.FORBIDDEN, b""
-        with self._lock:
-            offered = self._offered
-        if offered is None or path != f"/state/{offered[0]}/{self._nonce}":
-            return HTTPStatus.NOT_FOUND, b""
-        return HTTPStatus.OK, offered[1]
+        # a joining replica may ask before this one has copied its state
+        with self._changed:
+            self._changed.wait_for(lambda: self._offers(path), OFFER_SECONDS)
+            if self._offered is None or not self._offers(path):
+                return HTTPStatus.NOT_FOUND, b""
+            return HTTPStatus.OK, self._offered[1]
+
+    def _offers(self, path: str) -> bool:
+        return self._offered is not None and path == f"/state/{self._offered[0]}/{self._nonce}"
 
 
 def sign(secret: bytes, path: str) -> str:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import hashlib
 
 import grpc
 import pytest
@@ -65,7 +66,9 @@ class Fleet:
 
     async def step(self, kind, generation=3, **spec) -> wire.CommandResult:
         step = wire.HandoverStep(index=1, kind=kind, replica=REPLICA, generation=generation)
-        made = wire.ReplicaSpec(**{"role": wire.ROLE_ROLLOUT, "accelerators": [ACCELERATOR], "concurrency_cap": 4, **spec})
+        made = wire.ReplicaSpec(
+            **{"role": wire.ROLE_ROLLOUT, "accelerators": [ACCELERATOR], "concurrency_cap": 4, **spec}
+        )
         return await self.command(handover=wire.HandoverCommand(step=step, spec=made), generation=generation)
 
     async def load(self, number=0, generation=3, run=RUN, phases=(wire.LOAD_PHASE_PREPARE, wire.LOAD_PHASE_SWITCH)):
@@ -277,8 +280,6 @@ async def test_weights_prepare_switch_and_checksum(make_fleet):
     assert loaded.serving.number == 2
     assert loaded.state == wire.ENGINE_WEIGHT_STATE_LOADED
     assert loaded.run == RUN
-    import hashlib
-
     sha = hashlib.sha256(b"weights 2").hexdigest()
     assert loaded.checksum == hashlib.sha256(f"a.safetensors {sha}\n".encode()).hexdigest()
     with pytest.raises(LibraError, match="was not prepared"):
@@ -311,14 +312,16 @@ async def test_release_gives_back_frees_and_unlocks(make_fleet):
     fleet = await make_fleet(script(("a",)), context=1 << 18)
     fleet.world.budget = 100_000
     await fleet.ready()
-    await fleet.desire(fleet.lease())
+    lease = fleet.lease()
+    await fleet.desire(lease)
     episode = fleet.agent._episodes[TRAJECTORY].episode
     async with asyncio.timeout(10):
         while episode.generated < 3:
             await asyncio.sleep(0)
     await fleet.step(wire.HANDOVER_KIND_CORDON)
     assert fleet.session.items[REPLICA] == (3, "CORDONED")
-    other = fleet.lease()
+    other = wire.TrajectoryLease()
+    other.CopyFrom(lease)
     other.trajectory = f"{RUN}/trajectories/0-1"
     await fleet.desire(other, complete=False)
     assert list(fleet.agent._episodes) == [TRAJECTORY], "no new work on a cordoned replica"
@@ -429,7 +432,7 @@ def _generate(**changes):
 
 
 async def test_direct_generation_and_joining_it_again(direct):
-    fleet, stub = direct
+    _, stub = direct
     engines = (await stub.DescribeEngine(wire.DescribeEngineRequest(), timeout=5)).engines
     assert engines[0].max_sequence_tokens == 256
     messages = [m async for m in stub.Generate(_generate(), timeout=10)]

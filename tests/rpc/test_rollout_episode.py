@@ -78,7 +78,7 @@ def _abort_every(k):
         state["seen"] = generated
         if state["since"] >= k:
             state["since"] = 0
-            for request_id in list(core._jobs):
+            for request_id in list(core._jobs if hasattr(core, "_jobs") else core._running):
                 state["engine"].abort(request_id, Interruption.PREEMPTED)
 
     return after_step, state
@@ -216,16 +216,10 @@ async def test_case_24_a_resumed_episode_has_only_what_is_left_of_its_budget(mak
     world = await make_world(budget=budget)
     never_ends = script(("a",))
     for _ in range(6):
-        core = FakeCore(never_ends, LIMITS)
         wanted = max(1, int((budget - world.generated) * share))
-
-        def after_step(core, wanted=wanted):
-            if core.stats().generated_tokens >= wanted:
-                for name in list(core._running):
-                    box[0].abort(name, Interruption.PREEMPTED)
-
-        box = [await make_engine(core, after_step=after_step)]
-        await world.episode(box[0], LibraTags).run()
+        hook, state = _abort_every(wanted)
+        state["engine"] = await make_engine(FakeCore(never_ends, LIMITS), after_step=hook)
+        await world.episode(state["engine"], LibraTags).run()
         if world.ends[-1].WhichOneof("end") != "interrupted":
             break
     assert world.generated <= budget

@@ -1,4 +1,4 @@
-"""A small world around rollout episodes: a toy tool environment in this process, and a scheduler that only remembers."""
+"""A small world around rollout episodes: a toy tool environment in this process, a scheduler that only remembers."""
 
 import asyncio
 import json

@@ -261,7 +261,7 @@ def test_a_bad_name_is_refused_before_anything_starts():
 
 
 def test_a_missing_model_is_said_with_the_place_where_it_should_be(tmp_path, monkeypatch):
-    monkeypatch.setattr(jobs, "MODEL_PLACES", (tmp_path / "nowhere",))
+    monkeypatch.setattr(jobs, "MODEL", tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="nowhere"):
         demo.main(Options())
 

@@ -43,9 +43,7 @@ def test_uniforms_are_uniform_and_unrelated_between_neighbours():
 def _sample(logits, u, temperature=1.0, top_p=1.0, top_k=0):
     n = len(u)
     rows = np.tile(np.asarray(logits, np.float32), (n, 1))
-    return sample(
-        rows, np.asarray(u, float), np.full(n, temperature), np.full(n, top_p), np.full(n, top_k, np.int64)
-    )
+    return sample(rows, np.asarray(u, float), np.full(n, temperature), np.full(n, top_p), np.full(n, top_k, np.int64))
 
 
 def test_inverse_cdf_in_id_order():

@@ -4,7 +4,7 @@ import asyncio
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -131,9 +131,8 @@ def demo(
     """Post-trains a small real model with tools on this machine, end to end."""
     from services.ops import demo as demonstration
 
-    module: Any = demonstration
-    options = module.Options(
+    options = demonstration.Options(
         seed=seed, steps=steps, drift=not no_drift, chaos=chaos, database=database, name=name, run_dir=run_dir,
         json=json, keep=keep,
     )  # fmt: skip
-    raise typer.Exit(module.main(options))
+    raise typer.Exit(demonstration.main(options))

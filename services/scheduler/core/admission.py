@@ -9,7 +9,8 @@ A token's age in a step is the step's base version minus the version that sample
 * at `choose_batch` and again at `check_commit` by the versions that the segments record.
 
 Under HOLD_TRAINER a step is not taken while an open group would be too old for the *next* one: the trainer waits, up to
-`hold_timeout`, so that the group can close and be taken now. After that it goes the way of DROP_GROUP.
+`hold_timeout`, so that the group can close and be taken now. After that it goes the way of DROP_GROUP. Nobody waits for
+an open group that is too old already: it ends STALE at once, so that nothing more is generated for it in vain.
 """
 
 from collections.abc import Sequence
@@ -145,14 +146,11 @@ def choose_batch(
     no further group will come or close.
     """
     ordered = sorted(groups, key=lambda g: g.admission_number)
-    stale: list[str] = []
+    stale: list[GroupView] = []
     fresh: list[GroupView] = []
     for group in ordered:
-        too_old = group.oldest_version is not None and base - group.oldest_version > rules.max_versions
-        if too_old and rules.on_exceed != "MASK_TOKENS" and group.closed:
-            stale.append(group.name)
-        else:
-            fresh.append(group)
+        (stale if _stale(group, base, rules) else fresh).append(group)
+    gone = tuple(g.name for g in stale)
     window = fresh[: rules.groups + rules.look_ahead]
     closed = [g for g in window if g.closed]
 
@@ -174,12 +172,12 @@ def choose_batch(
         text = (
             f"held: {len(waiting_for)} open groups would be older than {rules.max_versions} versions at the next step"
         )
-        return BatchChoice((), tuple(stale), (), True, Reason("HOLD_TRAINER", text, numbers))
+        return BatchChoice((), gone, (), True, Reason("HOLD_TRAINER", text, numbers))
     if not count or count < enough:
         text = f"{len(closed)} of {rules.groups} groups are ready"
         if stale:
             text += f"; {len(stale)} were older than {rules.max_versions} versions at base {base}"
-        return BatchChoice((), tuple(stale), (), False, Reason("NOT_ENOUGH", text, numbers))
+        return BatchChoice((), gone, (), False, Reason("NOT_ENOUGH", text, numbers))
     chosen = sorted(closed[:count], key=lambda g: g.admission_number)
     masked = tuple(
         span
@@ -188,7 +186,17 @@ def choose_batch(
         if rules.on_exceed == "MASK_TOKENS" and base - span.number > rules.max_versions
     )
     text = f"{count} groups, admission {chosen[0].admission_number} to {chosen[-1].admission_number}"
-    return BatchChoice(tuple(g.name for g in chosen), tuple(stale), masked, False, Reason("BATCH", text, numbers))
+    return BatchChoice(tuple(g.name for g in chosen), gone, masked, False, Reason("BATCH", text, numbers))
+
+
+def _stale(group: GroupView, base: int, rules: BatchRules) -> bool:
+    """True if the group can no longer be trained: versions only rise, so an open one is not worth finishing either."""
+    if group.oldest_version is None or base - group.oldest_version <= rules.max_versions:
+        return False
+    if rules.on_exceed != "MASK_TOKENS":
+        return True
+    # masked throughout, nothing of it would be trained
+    return group.closed and all(base - span.number > rules.max_versions for span in group.spans)
 
 
 def check_commit(members: Sequence[tuple[str, int]], base: int, max_versions: int) -> list[str]:

@@ -90,6 +90,8 @@ class RunningTrajectory:
     admission_number: int = 0
     moves: int = 0
     """Times it was preempted so far."""
+    target: str = ""
+    """Engine that a pending preemption moves it to: its place there is kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +149,8 @@ class _Room:
     engines: Mapping[str, EngineView]
     taken: dict[str, int] = field(default_factory=dict)
     kv: dict[str, float] = field(default_factory=dict)
+    leased: dict[str, int] = field(default_factory=dict)
+    """Tokens of what is leased to each engine: its own count lags behind leases just given."""
 
     def load(self, engine: EngineView) -> int:
         return engine.running + self.taken.get(engine.name, 0)
@@ -156,7 +160,7 @@ class _Room:
             return False
         if not engine.kv_capacity_tokens:
             return True
-        used = engine.kv_used_tokens + self.kv.get(engine.name, 0.0)
+        used = max(engine.kv_used_tokens, self.leased.get(engine.name, 0)) + self.kv.get(engine.name, 0.0)
         if self.load(engine) == 0:
             return tokens <= engine.kv_capacity_tokens
         return used + tokens + more <= engine.kv_capacity_tokens * settings.kv_watermark
@@ -170,10 +174,14 @@ def decide(view: QueueView, settings: QueueSettings) -> list[Assign | Preempt]:
     """Leases for what waits and preemptions of what runs; at most one of either for each trajectory."""
     engines = {e.name: e for e in sorted(view.engines, key=lambda e: e.name)}
     room = _Room(engines)
+    for item in view.running:
+        room.leased[item.engine] = room.leased.get(item.engine, 0) + item.tokens
+        if item.preempt_pending and item.target in engines:
+            room.take(engines[item.target], item.tokens, item.estimate_p50)
     assigns, unplaced = _assign(view, settings, engines, room)
     preempts = _pressure(view, settings, engines)
-    preempts += _moves(view, settings, engines, room, unplaced, {p.trajectory for p in preempts})
     preempts += _for_starving(view, settings, engines, unplaced, {p.trajectory for p in preempts})
+    preempts += _moves(view, settings, engines, room, unplaced, {p.trajectory for p in preempts})
     return [*assigns, *preempts[: settings.max_moves]]
 
 
@@ -190,25 +198,41 @@ def _assign(
     assigns: list[Assign] = []
     unplaced: list[QueuedTrajectory] = []
     for item in sorted(view.queued, key=order):
-        engine = _engine_for(item, aged(item), settings, engines, room)
+        level = _level(item, settings)
+        engine = _engine_for(item, level, aged(item), settings, engines, room)
         if engine is None:
             unplaced.append(item)
             continue
         room.take(engine, item.tokens, item.estimate_p50)
         waited = view.now - item.waiting_since
         code = "AGED" if aged(item) else "PREFERRED" if engine.name == item.last_engine else "LEAST_LOADED"
-        text = f"waited {waited:.1f} s in level {item.level}; {engine.name} (level {engine.level}) has room"
+        text = f"waited {waited:.1f} s in level {level}; {engine.name} (level {engine.level}) has room"
+        if level < item.level:
+            text += f"; up from level {item.level}: at most {item.estimate_p90:.0f} tokens remain (p90)"
         numbers = {"waited_s": waited, "running": float(room.load(engine)), "remaining_p50": item.estimate_p50}
         # spilled work keeps its level: it was not demoted, there was only room elsewhere
-        assigns.append(Assign(item.name, engine.name, item.level, Reason(code, text, numbers)))
+        assigns.append(Assign(item.name, engine.name, level, Reason(code, text, numbers)))
     return assigns, unplaced
 
 
+def _level(item: QueuedTrajectory, settings: QueueSettings) -> int:
+    """The level it queues in: one lower if what remains surely fits half of the quantum there (promotion)."""
+    below = item.level - 1
+    if 0 <= below < len(settings.quantum_tokens) and item.estimate_p90 <= 0.5 * settings.quantum_tokens[below]:
+        return below
+    return item.level
+
+
 def _engine_for(
-    item: QueuedTrajectory, aged: bool, settings: QueueSettings, engines: Mapping[str, EngineView], room: _Room
+    item: QueuedTrajectory,
+    level: int,
+    aged: bool,
+    settings: QueueSettings,
+    engines: Mapping[str, EngineView],
+    room: _Room,
 ) -> EngineView | None:
     def reserve(engine: EngineView) -> int:
-        spilled = engine.level > item.level and not aged
+        spilled = engine.level > level and not aged
         return (
             math.ceil(engine.concurrency_cap * settings.reserve_share) if spilled and engine.concurrency_cap > 1 else 0
         )
@@ -224,17 +248,17 @@ def _engine_for(
     if not able:
         return None
     # a rotation by name breaks ties: always the first engine would pile new sessions onto it
-    names = list(engines)
-    turn = zlib.crc32(item.name.encode()) % len(names)
+    places = {name: place for place, name in enumerate(engines)}
+    turn = zlib.crc32(item.name.encode()) % len(places)
 
     def key(engine: EngineView) -> tuple[object, ...]:
-        distance = 0 if aged else abs(engine.level - item.level)
+        distance = 0 if aged else abs(engine.level - level)
         share = room.load(engine) / engine.concurrency_cap
         return (
             distance,
             engine.name != item.last_engine or share > 0.9,
             share,
-            (names.index(engine.name) - turn) % len(names),
+            (places[engine.name] - turn) % len(places),
         )
 
     return min(able, key=key)
@@ -353,6 +377,8 @@ def _for_starving(
     if not starving:
         return []
     item = starving[0]
+    if any(t.preempt_pending and t.run == item.run for t in view.running):
+        return []  # a place comes free already
     victims = [
         t
         for t in view.running
@@ -361,6 +387,7 @@ def _for_starving(
         and t.name not in stopped
         and t.engine in engines
         and engines[t.engine].admitting
+        and t.engine not in item.avoid
         and view.now - t.since > settings.max_wait_s
         and _past_quantum(t, settings)
     ]

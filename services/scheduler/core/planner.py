@@ -20,6 +20,9 @@ from dataclasses import dataclass
 from services.scheduler.core.costmodel import CostModel, Layout, Prediction
 from services.scheduler.core.reason import Reason
 
+MAX_ALTERNATIVES = 15
+"""Layouts shown beside the chosen and the present one."""
+
 REGROUP_S = 1.0
 """Pause of all trainers when their group re-forms, seconds."""
 
@@ -116,9 +119,9 @@ def plan(given: PlanInput, model: CostModel, settings: PlannerSettings, state: P
     judged = [_judge(layout, present, model, given.max_versions) for layout in candidates]
     here = next((a for a in judged if a.layout == present), None) or _judge(present, present, model, given.max_versions)
     best = max(judged, key=lambda a: (a.prediction.trained_tokens_per_second, a.layout == present, -a.layout.trainers))
-    others = tuple(a for a in sorted(judged, key=lambda a: -a.prediction.trained_tokens_per_second) if a is not best)[
-        :16
-    ]
+    uniform = _homogeneous(given, model, settings)
+    considered = sorted(judged, key=lambda a: -a.prediction.trained_tokens_per_second)
+    others = tuple(a for a in considered if a is not best)[: MAX_ALTERNATIVES - len(uniform)] + uniform
     blocked = _blocked(given, model, settings)
     move = None if blocked or best.layout == present else _move(given, here, model, settings)
     if move is None:
@@ -162,6 +165,28 @@ def _candidates(accelerators: Sequence[AcceleratorView], settings: PlannerSettin
         if layout.trainers >= settings.min_trainers and layout.rollout_count >= settings.min_rollouts:
             found.append(layout)
     return found or [layout_of(accelerators)]
+
+
+def _homogeneous(given: PlanInput, model: CostModel, settings: PlannerSettings) -> tuple[Alternative, ...]:
+    """The best split if all rollout replicas were of one level, for comparison; empty if no split is possible."""
+    movable = sum(a.pool == "HYBRID" and a.movable for a in given.accelerators)
+    fixed = layout_of([a for a in given.accelerators if a.pool != "HYBRID" or not a.movable])
+    found = []
+    for level in sorted({a.level for a in given.accelerators if a.pool != "CORE_TRAINING"}):
+        for count in range(movable + 1):
+            trainers, rollouts = fixed.trainers + count, fixed.rollout_count + movable - count
+            if trainers >= settings.min_trainers and rollouts >= settings.min_rollouts:
+                layout = Layout(trainers, ((level, rollouts),))
+                found.append((model.predict(layout, given.max_versions), layout))
+    if not found:
+        return ()
+    prediction, layout = max(found, key=lambda f: (f[0].trained_tokens_per_second, -f[1].trainers))
+    text = (
+        f"{_words(layout)}, every rollout replica of level {layout.rollouts[0][0] if layout.rollouts else 0}: "
+        f"{prediction.trained_tokens_per_second:.0f} tokens/s; levels follow the configuration"
+    )
+    numbers = {"tokens_per_s": prediction.trained_tokens_per_second}
+    return (Alternative("homogeneous-best", layout, prediction, Reason("LEVELS_CONFIGURED", text, numbers)),)
 
 
 def _judge(layout: Layout, present: Layout, model: CostModel, max_versions: int) -> Alternative:
@@ -209,9 +234,13 @@ def _move(given: PlanInput, here: Alternative, model: CostModel, settings: Plann
     """The best single move, if its gain exceeds its cost by the hysteresis."""
     found: list[MoveProposal] = []
     rate = here.prediction.trained_tokens_per_second
+    tried: set[tuple[str, int]] = set()
     for item in sorted(given.accelerators, key=lambda a: (a.since, a.name)):
         if item.pool != "HYBRID" or not item.movable or item.role not in ("ROLLOUT", "TRAINER"):
             continue
+        if (item.role, item.level) in tried:
+            continue  # the same layout: of equal ones, the one that has served longest moves
+        tried.add((item.role, item.level))
         to_role = "TRAINER" if item.role == "ROLLOUT" else "ROLLOUT"
         after = [
             AcceleratorView(a.name, a.pool, to_role if a.name == item.name else a.role, a.movable, a.level, a.since)

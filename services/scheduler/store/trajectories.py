@@ -30,14 +30,15 @@ NAMES_AT_ONCE = 500
 
 
 def load(connection: sa.Connection, fleet: Fleet) -> None:
-    """Groups that are not done or belong to a loaded manifest, all their trajectories, and what belongs to those.
+    """Groups that are not done or belong to a TAKEN manifest, all their trajectories, and what belongs to those.
 
+    The content of committed manifests, the redo log, is read from the database when a trainer asks for it.
     Trajectories without a group are loaded while they are not ended. `fleet.manifests` must be there.
     """
     g, t = schema.GROUPS.c, schema.TRAJECTORIES.c
     rows = GROUPS.read(connection, GROUPS.select().where(sa.text(schema.LIVE_GROUP)))
     known = {row.name for row in rows}
-    needed = sorted({name for m in fleet.manifests.values() for name in m.groups} - known)
+    needed = sorted({name for m in fleet.manifests.values() if m.state == "TAKEN" for name in m.groups} - known)
     for names in _chunks(needed):
         rows += GROUPS.read(connection, GROUPS.select().where(g.name.in_(names)))
     rows.sort(key=lambda row: (row.run, row.admission_number, row.name))
