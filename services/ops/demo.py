@@ -40,6 +40,10 @@ START_SECONDS = 120.0
 STALL_SECONDS = 90.0
 """Without a new token, end or step for so long a job counts as stalled."""
 EXPORT_SECONDS = 120.0
+RETRY_SECONDS = 30.0
+"""How long the driver tries again while the scheduler restarts."""
+VIEW_RETRY_SECONDS = 0.5
+"""The view rather says that the scheduler is away."""
 POLL_SECONDS = 0.5
 INTERRUPTED = 130
 
@@ -107,14 +111,20 @@ class Demonstration:
     async def _run(self, cluster: Cluster) -> int:
         try:
             await cluster.start()
-            async with LibraClient(cluster.scheduler, retry_for_s=30.0) as client:
-                view = View(client, self.folder, self.console)
+            async with (
+                LibraClient(cluster.scheduler, retry_for_s=RETRY_SECONDS) as client,
+                LibraClient(cluster.scheduler, retry_for_s=VIEW_RETRY_SECONDS) as looking,
+            ):
+                view = View(looking, self.folder, self.console)
                 view.start()
                 try:
                     await cluster.wait_workers(WORKERS_SECONDS)
                     await self._jobs(cluster, client, view)
                 finally:
-                    await asyncio.shield(self._leave(cluster, view))
+                    await view.stop()
+                    if not self._signals and not cluster.failure.done():
+                        # also of a job that failed: that is when the records are needed
+                        await self._export(cluster)
             if self.options.keep:
                 code = await asyncio.to_thread(self._judge)
                 self.console.print(f"the cluster stays up at {cluster.scheduler}; Ctrl-C ends it", highlight=False)
@@ -125,14 +135,15 @@ class Demonstration:
             await cluster.stop()
         return await asyncio.to_thread(self._judge)
 
-    async def _leave(self, cluster: Cluster, view: View) -> None:
-        """Ends the view, and exports what the scheduler knows, also of a job that failed: that is when it is needed."""
-        await view.stop()
-        if self._signals or cluster.failure.done():
-            return
+    async def _export(self, cluster: Cluster) -> None:
+        """Writes down what the scheduler knows; a failure is said, and shows as missing records afterwards."""
         runs = [self._facts[k] for k in ("eval_start_run", "train_run", "eval_end_run") if k in self._facts]
-        async with connect(cluster.scheduler) as channel:
-            counts = await asyncio.wait_for(records.export(channel, self.folder / "records", runs), EXPORT_SECONDS)
+        try:
+            async with connect(cluster.scheduler) as channel, asyncio.timeout(EXPORT_SECONDS):
+                counts = await records.export(channel, self.folder / "records", runs)
+        except (LibraError, TimeoutError) as error:
+            self.console.print(f"the records could not be exported: {error!r}", style="bold red", highlight=False)
+            return
         self._tell(exported=counts, ended=time.time())
 
     # ---- the three runs

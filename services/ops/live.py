@@ -5,6 +5,7 @@ samples.jsonl, for the report. A scheduler that is away is said to be away; the 
 """
 
 import asyncio
+import contextlib
 import json
 import time
 from collections import defaultdict, deque
@@ -27,6 +28,7 @@ from services.ops.archive import manifest_state, unix_time
 _log = log.get(__name__)
 
 INTERVAL_SECONDS = 2.0
+STOP_SECONDS = 3.0
 SHOWN_DECISIONS = 6
 EVENTS_AT_ONCE = 2_000
 """Events read in one reading; what is beyond comes with the next."""
@@ -90,10 +92,14 @@ class View:
         self._task = asyncio.create_task(self._show(), name="live view")
 
     async def stop(self) -> None:
-        """Ends the view after a last reading."""
+        """Ends the view; a reading that takes longer than STOP_SECONDS is broken off."""
         self._stopping.set()
         if self._task is not None:
-            await asyncio.gather(self._task, return_exceptions=True)
+            await asyncio.wait({self._task}, timeout=STOP_SECONDS)
+            self._task.cancel()
+            (outcome,) = await asyncio.gather(self._task, return_exceptions=True)
+            if isinstance(outcome, Exception):
+                _log.error("the live view died", error=repr(outcome), exc_info=outcome)
             self._task = None
         self._samples.close()
 
@@ -106,9 +112,7 @@ class View:
     async def _show(self) -> None:
         if not self.console.is_terminal:
             while not self._stopping.is_set():
-                shown = len(self._decisions)
-                await self._read()
-                for _, text in list(self._decisions)[shown if shown < SHOWN_DECISIONS else 0 :]:
+                for text in await self._read():
                     self.console.print(f"{self._elapsed()}   decided: {text}", highlight=False, markup=False)
                 self.console.print(f"{self._elapsed()} {line(self.last)}", highlight=False, markup=False)
                 await self._pause()
@@ -120,21 +124,22 @@ class View:
                 await self._pause()
 
     async def _pause(self) -> None:
-        try:
-            await asyncio.wait_for(self._stopping.wait(), INTERVAL_SECONDS)
-        except TimeoutError:
-            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(INTERVAL_SECONDS):
+                await self._stopping.wait()
 
     def _elapsed(self) -> str:
         return f"[{time.monotonic() - self._started:5.0f}s]"
 
     # ---- reading
 
-    async def _read(self) -> None:
+    async def _read(self) -> list[str]:
+        """One reading; returns the decisions that are new."""
         reading = Reading(time.time(), phase=self.phase, run=self.run)
+        decided: list[str] = []
         try:
             await self._read_fleet(reading)
-            await self._read_events()
+            decided = await self._read_events()
             if self.run:
                 await self._read_run(reading)
         except LibraError as error:
@@ -146,6 +151,7 @@ class View:
         self.last = reading
         self._samples.write(json.dumps(sample(reading), separators=(",", ":")) + "\n")
         self._samples.flush()
+        return decided
 
     async def _read_fleet(self, reading: Reading) -> None:
         replicas = (await self._client.list_resources(wire.RESOURCE_KIND_REPLICA)).resources
@@ -208,18 +214,21 @@ class View:
         self._rewards[run.name] = (step, mean)
         return mean
 
-    async def _read_events(self) -> None:
+    async def _read_events(self) -> list[str]:
         selector = wire.Selector(kinds=DECISION_KINDS)
         events = await self._client.list_events(
             selector=selector, start_revision=self._revision + 1, limit=EVENTS_AT_ONCE
         )
+        decided: list[str] = []
         for event in events:
             self._revision = max(self._revision, event.revision)
             if event.from_state or not event.reason.text or event.reason.code in QUIET_CODES:
                 continue
             subject = event.related[0] if event.related else event.name
             text = f"{event.reason.code}: {event.reason.text} ({subject})"
+            decided.append(text)
             self._decisions.append((unix_time(event.time.ToJsonString()), text))
+        return decided[-SHOWN_DECISIONS:]
 
     # ---- showing
 

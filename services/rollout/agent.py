@@ -186,7 +186,8 @@ class RolloutAgent:
 
     def _drop(self, name: str) -> None:
         running = self._episodes.pop(name, None)
-        if running is not None:
+        # a trajectory given back is named as gone before the answer to its end report is here: that may still come
+        if running is not None and not running.episode.ending:
             running.task.cancel()
         if self.session is not None:
             self.session.drop_item(name)

@@ -81,6 +81,8 @@ class Episode:
         """Tokens generated in the attempt, those not registered yet included."""
         self.registered = 0
         """Of these, acknowledged by the scheduler."""
+        self.ending = False
+        """True once its end is being reported; from then on it is not to be cancelled."""
         self._run, self._task, self._dialect, self._place = run, task_json, dialect, place
         self._transcript = Transcript()
         self._environment: EnvironmentSession | None = None
@@ -495,6 +497,7 @@ class Episode:
         )  # fmt: skip
 
     async def _report_end(self, end: wire.TrajectoryEnd) -> None:
+        self.ending = True
         try:
             await self._send(wire.Delta(ends=[end]))
         except Failed as error:

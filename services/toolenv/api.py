@@ -5,9 +5,10 @@ worker, finds the result under its call id.
 """
 
 import asyncio
+import contextlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from services.common import errors, log, wire
@@ -74,7 +75,7 @@ class ToolEnvService(wire.ToolEnvServiceServicer):
         self._tools = {tool.name: tool for tool in environment.tools}
         self._live: dict[str, _Live] = {}
         self._starting = 0
-        self._running = asyncio.Semaphore(config.max_running)
+        self._running = asyncio.Semaphore(config.running())
 
     async def Describe(self, request: wire.DescribeRequest, context: Context) -> wire.DescribeResponse:
         return wire.DescribeResponse(
@@ -258,26 +259,32 @@ class ToolEnvService(wire.ToolEnvServiceServicer):
         if request.HasField("timeout"):
             timeout = min(timeout, wire.seconds(request.timeout))
         try:
-            async with asyncio.timeout(timeout + KILL_SECONDS) as limit, live.turn, self._running:
-                # what earlier calls of the session took of this call's time is gone
-                left = (limit.when() or 0.0) - KILL_SECONDS - asyncio.get_running_loop().time()
-                if left <= 0:
-                    return CallResult(Outcome.TIMEOUT, "timeout", "timeout")
-                return await (await live.episode()).call(request.call_id, request.tool, arguments, left)
+            async with live.turn, self._slot(timeout), asyncio.timeout(timeout + KILL_SECONDS):
+                return await (await live.episode()).call(request.call_id, request.tool, arguments, timeout)
         except TimeoutError:
-            _log.error("tool was not killed in time", session=request.session, tool=request.tool, timeout_s=timeout)
+            _log.error("tool did not run or end in time", session=request.session, tool=request.tool, limit_s=timeout)
         except InfraError as error:
             _log.error("environment broke", session=request.session, tool=request.tool, error=str(error))
         except Exception as error:  # noqa: BLE001 - whatever breaks in an environment voids the attempt, no more
             _log.error("tool failed", session=request.session, tool=request.tool, error=repr(error), exc_info=error)
         return CallResult(Outcome.INFRA_ERROR, "the environment failed", "infra_error")
 
+    @contextlib.asynccontextmanager
+    async def _slot(self, patience_s: float) -> AsyncIterator[None]:
+        """One of the places to run in; TimeoutError after patience_s: a full server is not the model's fault."""
+        async with asyncio.timeout(patience_s):
+            await self._running.acquire()
+        try:
+            yield
+        finally:
+            self._running.release()
+
     async def _score(self, live: _Live, session: _Session, request: wire.ScoreRequest) -> None:
         timeout = self._config.tool_timeout_s
         if request.HasField("timeout"):
             timeout = min(timeout, wire.seconds(request.timeout))
         try:
-            async with asyncio.timeout(timeout + KILL_SECONDS), live.turn, self._running:
+            async with live.turn, self._slot(timeout), asyncio.timeout(timeout + KILL_SECONDS):
                 result = await (await live.episode()).score(request.final_answer, timeout)
         except Exception as error:  # noqa: BLE001 - as above: no reward rather than a wrong one
             _log.error("scoring failed", session=session.name, error=repr(error), exc_info=error)
@@ -328,7 +335,7 @@ def _arguments(text: str) -> Mapping[str, Any]:
     except (ValueError, RecursionError):
         raise ValueError("arguments are not valid json") from None
     if not isinstance(arguments, dict):
-        raise ValueError("arguments are not a json object")
+        raise ValueError("arguments are not a json object")  # noqa: TRY004 - the caller catches one kind
     return arguments
 
 
@@ -366,5 +373,3 @@ def _score_response(session: str, result: ScoreResult) -> wire.ScoreResponse:
         answer.reward = result.reward
         answer.components.update(dict(list(result.components.items())[:MAX_COMPONENTS]))
     return answer
-
-

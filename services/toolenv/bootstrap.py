@@ -1,6 +1,7 @@
 """Builds and wires a tool environment server: the only place that does."""
 
 import asyncio
+import os
 import signal
 import tempfile
 import uuid
@@ -16,9 +17,9 @@ from services.toolenv.config import ToolEnvConfig
 from services.toolenv.envs.base import Environment
 from services.toolenv.envs.calculator import Calculator
 from services.toolenv.envs.python import Python
+from services.toolenv.sandbox.bare import Bare
 from services.toolenv.sandbox.base import Limits, Sandbox
 from services.toolenv.sandbox.bubblewrap import Bubblewrap, usable
-from services.toolenv.sandbox.bare import Bare
 from services.toolenv.sessions import Sessions
 
 _log = log.get(__name__)
@@ -31,7 +32,7 @@ async def build_environment(config: ToolEnvConfig, work_dir: Path) -> Environmen
     if config.environment == "calculator":
         return Calculator(timeout_s=config.tool_timeout_s, instructions=config.instructions)
     return Python(
-        await choose_sandbox(unsafe=config.unsafe),
+        await choose_sandbox(work_dir, unsafe=config.unsafe),
         limits(config),
         work_dir,
         timeout_s=config.tool_timeout_s,
@@ -39,9 +40,9 @@ async def build_environment(config: ToolEnvConfig, work_dir: Path) -> Environmen
     )
 
 
-async def choose_sandbox(*, unsafe: bool) -> Sandbox:
+async def choose_sandbox(work_dir: Path, *, unsafe: bool) -> Sandbox:
     """Bubblewrap; or none at all, if that is asked for and bubblewrap does not work here."""
-    reason = await usable()
+    reason = await usable(work_dir)
     if reason is None:
         return Bubblewrap()
     if not unsafe:
@@ -68,8 +69,14 @@ def limits(config: ToolEnvConfig) -> Limits:
 
 async def run(config: ToolEnvConfig) -> int:
     """Serves until SIGTERM or SIGINT; returns the exit code."""
-    with tempfile.TemporaryDirectory(prefix="libra-toolenv-", dir=config.work_dir or None) as work_dir:
-        return await _run(config, Path(work_dir))
+    try:
+        folder = tempfile.TemporaryDirectory(prefix="libra-toolenv-", dir=config.work_dir or None)
+    except OSError as error:
+        raise ConfigError(f"work_dir {config.work_dir!r}: cannot make a folder there: {error.strerror}") from None
+    with folder as name:
+        # sandboxes may run as another user, who must reach the folders in it
+        os.chmod(name, 0o711)  # noqa: PTH101, S103 - they can enter it, not list it
+        return await _run(config, Path(name))
 
 
 async def _run(config: ToolEnvConfig, work_dir: Path) -> int:

@@ -1,5 +1,6 @@
 """The tool environment's configuration file."""
 
+import os
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -40,14 +41,18 @@ class ToolEnvConfig(Strict):
     """Longest life of a session, renewals included."""
     default_ttl_s: float = Field(600.0, gt=0)
     """Life of a session whose opener wishes none."""
-    max_running: int = Field(1_024, ge=1)
-    """Tool calls and scores that run at once; further ones wait, within their own time limits."""
+    max_running: int = Field(0, ge=0)
+    """Tool calls and scores that run at once, further ones wait; 0 = 1,024, for python one a processor."""
     unsafe: bool = False
     """Run python code without a sandbox where bubblewrap does not work. Only for code that you trust."""
     work_dir: str = ""
     """Folder under which python sessions keep their files; default: a temporary one."""
     sandbox: SandboxSection = SandboxSection.model_validate({})
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+    def running(self) -> int:
+        """max_running, or its default."""
+        return self.max_running or (1_024 if self.environment == "calculator" else os.cpu_count() or 1)
 
     @model_validator(mode="after")
     def _life(self) -> "ToolEnvConfig":

@@ -87,9 +87,7 @@ class Sessions(Generic[Result, Score]):
     def __len__(self) -> int:
         return len(self._open)
 
-    def open(
-        self, request_id: str, content: bytes, epoch: int, ttl_s: float
-    ) -> tuple[Session[Result, Score], bool]:
+    def open(self, request_id: str, content: bytes, epoch: int, ttl_s: float) -> tuple[Session[Result, Score], bool]:
         """The session of this request id, and whether it is new.
 
         A repeated request changes nothing, the epoch included: only AttachSession does.

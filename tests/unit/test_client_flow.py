@@ -51,7 +51,7 @@ async def test_create_submit_watch_preempt_and_wait(tmp_path: Path) -> None:
                         held.set()
                     if sum(s[-1] == "DELIVERED" for s in ends.values()) == 2:
                         break
-            assert ends[preempted] == ["LEASED", "QUEUED", "LEASED", "DELIVERED"]
+            assert ends[preempted] == ["LEASED", "QUEUED", "LEASED", "SCORED", "DELIVERED"]
             found = await client.list_trajectories("a", full=True)
             assert [t.state for t in found] == [wire.TRAJECTORY_STATE_DELIVERED] * 2
             assert (await client.explain(found[0].name)).summary

@@ -231,6 +231,10 @@ def test_case_54_a_batch_that_cannot_divide_over_the_replicas_is_refused_with_bo
 # ---- environments
 
 
+def _add_nothing(servicer: object, server: object) -> None:
+    """A server without our service."""
+
+
 class Environment(wire.ToolEnvServiceServicer):
     def __init__(self) -> None:
         self.open: set[str] = set()
@@ -274,7 +278,7 @@ async def test_an_environment_is_asked_what_it_is() -> None:
             )
     with pytest.raises(ConfigError, match=r"127.0.0.1:1 cannot be reached: .*; start the environment"):
         await runcheck.environment(run(), source, "127.0.0.1:1")
-    async with environment(wire.add_TrainerServiceServicer_to_server) as (_, address):
+    async with environment(_add_nothing) as (_, address):
         with pytest.raises(ConfigError, match=r"answers, but not as libra.v1.ToolEnvService"):
             await runcheck.environment(run(), source, address)
 

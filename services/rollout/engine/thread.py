@@ -176,7 +176,8 @@ class Engine:
 
     def set_concurrency(self, sequences: int) -> None:
         """Bounds the sequences running at once."""
-        self._post(lambda: self.core.set_concurrency(sequences))
+        with contextlib.suppress(LibraError):
+            self._post(lambda: self.core.set_concurrency(sequences))
 
     # ---- weights and state
 

@@ -78,7 +78,7 @@ class Queueing:
                         generated=item.generated_tokens, quantum_used=item.generated_tokens - item.lease_generated,
                         in_tool_wait=item.in_tool_wait, estimate_p50=guess.p50, estimate_p90=guess.p90, tokens=tokens,
                         preempt_pending=item.name in pending, admission_number=item.admission_number,
-                        moves=item.preempted, target=item.prefer, target=item.prefer,
+                        moves=item.preempted, target=item.prefer,
                     )
                 )  # fmt: skip
         return cmlfq.QueueView(

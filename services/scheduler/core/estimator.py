@@ -15,12 +15,15 @@ a child's population lies within its parent's and the tree is causal: it holds o
 Whether a layer helps is measured, not assumed: at each end, one of the trajectory's own turns is predicted with and
 without the layer (before the end is learnt) and the gain in log likelihood is averaged. A layer whose average is not
 above 0 is passed over. So outcomes without signal cannot make the estimate worse for long.
+
+Estimates are asked for far more often than evidence arrives, so they are kept for REFRESH_ENDS ends of the run.
 """
 
 import math
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Literal, TypeVar
 
 import numpy as np
@@ -57,6 +60,10 @@ tau-bench groups, against about 0 for tool outcomes)."""
 TRIALS = 32
 """Predictions after which a layer's measured worth decides whether it is used."""
 WORTH_DECAY = 1.0 - 1.0 / 256.0
+REFRESH_ENDS = 16
+"""Ends of a run after which kept estimates are made anew; a sibling's end or a turn counts at once."""
+MAX_KEPT = 16_384
+"""Estimates kept for one run."""
 PRIOR_TOKENS = 256.0
 """Median of the prior for a trajectory that has generated nothing."""
 PRIOR_OCTAVES = 2.0
@@ -129,6 +136,17 @@ class _Run:
     nodes: OrderedDict[tuple[object, ...], _Node] = field(default_factory=OrderedDict)
     worth: dict[Source, _Worth] = field(default_factory=dict)
     ends: int = 0
+    kept: dict[tuple[object, ...], Estimate] = field(default_factory=dict)
+    recent: dict[float, "_Layer | None"] = field(default_factory=dict)
+    """Layer `run` by tokens so far."""
+    kept_at: int = 0
+
+    def refresh(self) -> None:
+        """Forgets kept answers when enough was learnt since."""
+        if self.ends - self.kept_at >= REFRESH_ENDS or len(self.kept) + len(self.recent) > MAX_KEPT:
+            self.kept.clear()
+            self.recent.clear()
+            self.kept_at = self.ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +202,7 @@ class RemainingWork:
         """The episode ended by itself, with so many generated tokens in all. Learns from it and forgets it."""
         live = self._of(run, group, trajectory)
         state = self._run(run)
+        state.refresh()
         tested = live.points[state.ends % len(live.points)]
         self._measure(state, group, tested, generated_total - tested.generated)
         state.ends += 1
@@ -232,30 +251,35 @@ class RemainingWork:
             last = live.points[-1]
             point = _Point(last.generated, turns, last.returns, siblings)
             passed = generated_so_far - last.generated
+        state = self._run(run)
+        state.refresh()
+        key = (group if siblings else "", siblings, point.generated, turns, point.returns, passed)
+        kept = state.kept.get(key)
+        if kept is None:
+            kept = state.kept[key] = self._estimate(state, group, point, passed)
+        return Estimate(min(kept.p50, at_most), min(kept.p90, at_most), kept.evidence, kept.source)
+
+    def _estimate(self, state: _Run, group: str, point: _Point, passed: float) -> Estimate:
         chosen: Source = "prior"
         weight, evidence = 1.0, 0.0
-        mixed = _prior(generated_so_far)
-        state = self._runs.get(run)
-        for layer in self._layers(state, group, point, passed) if state else ():
-            if state and not state.worth.get(layer.source, _Worth()).used:
+        mixed = _prior(int(point.generated + passed))
+        for layer in self._layers(state, group, point, passed):
+            worth = state.worth.get(layer.source)
+            if worth is not None and not worth.used:
                 continue
             mixed, share = _mix(mixed, layer)
             weight *= 1.0 - share
             if share >= weight:
                 chosen, weight, evidence = layer.source, share, layer.mass
         p50, p90 = histogram.quantiles(mixed, (0.5, 0.9))
-        return Estimate(min(p50, at_most), min(p90, at_most), evidence, chosen)
+        return Estimate(p50, p90, evidence, chosen)
 
     def _layers(self, state: _Run, group: str, point: _Point, passed: float) -> list[_Layer]:
-        layers = []
         now = point.generated + passed
-        if state.totals:
-            totals = np.fromiter(state.totals, dtype=np.float64, count=len(state.totals))
-            beyond = totals > now
-            weights = _AGES[-len(totals) :][beyond]
-            mass = float(weights.sum())
-            if mass >= FLOOR:
-                layers.append(_Layer("run", histogram.of_samples(totals[beyond] - now, weights), mass, SHRINKAGE))
+        if now not in state.recent:
+            state.recent[now] = _recent_totals(state, now)
+        recent = state.recent[now]
+        layers = [recent] if recent is not None else []
         for depth, key in enumerate(_keys(point.turns, point.generated, point.returns)):
             node = state.nodes.get(key)
             if node is None:
@@ -265,11 +289,12 @@ class RemainingWork:
             mass = float(counts.sum())
             if mass >= FLOOR:
                 layers.append(_Layer("tool_tree" if depth else "progress", counts, mass, SHRINKAGE))
-        siblings = np.array(self._siblings.get(group, ())[: point.siblings], dtype=np.float64)
-        longer = siblings[siblings > now]
-        if len(longer) >= SIBLING_FLOOR:
-            counts = histogram.of_samples(longer - now, np.ones(len(longer)))
-            layers.append(_Layer("siblings", counts, float(len(longer)), SIBLING_SHRINKAGE))
+        if point.siblings >= SIBLING_FLOOR:
+            siblings = np.array(self._siblings.get(group, ())[: point.siblings], dtype=np.float64)
+            longer = siblings[siblings > now]
+            if len(longer) >= SIBLING_FLOOR:
+                counts = histogram.of_samples(longer - now, np.ones(len(longer)))
+                layers.append(_Layer("siblings", counts, float(len(longer)), SIBLING_SHRINKAGE))
         return layers
 
     def _measure(self, state: _Run, group: str, point: _Point, remaining: float) -> None:
@@ -317,7 +342,19 @@ def _keys(turns: int, generated: int, returns: tuple[ToolReturn, ...]) -> list[t
     return keys
 
 
-def _prior(generated: float) -> Floats:
+def _recent_totals(state: _Run, now: float) -> _Layer | None:
+    """What remained for the run's recent episodes that were longer than this one is now."""
+    totals = np.fromiter(state.totals, dtype=np.float64, count=len(state.totals))
+    beyond = totals > now
+    weights = _AGES[RECENT_TOTALS - len(totals) :][beyond]
+    mass = float(weights.sum())
+    if mass < FLOOR:
+        return None
+    return _Layer("run", histogram.of_samples(totals[beyond] - now, weights), mass, SHRINKAGE)
+
+
+@lru_cache(maxsize=1_024)
+def _prior(generated: int) -> Floats:
     """Log-normal around PRIOR_TOKENS, or around half of what was generated where that is more: what has gone on for
     long tends to go on. Sums to 1.
     """

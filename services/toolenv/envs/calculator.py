@@ -65,12 +65,10 @@ class Calculator:
     name = "calculator"
     version = "1"
 
-    def __init__(
-        self, *, timeout_s: float = 30.0, instructions: str = "", sleep: Sleep = asyncio.sleep
-    ) -> None:
+    def __init__(self, *, timeout_s: float = 30.0, instructions: str = "", sleep: Sleep = asyncio.sleep) -> None:
         self._instructions = instructions
         self._sleep = sleep
-        self.tools = (
+        self.tools: tuple[ToolSpec, ...] = (
             ToolSpec(
                 name=TOOL,
                 description="Evaluates an arithmetic expression of numbers, + - * / and parentheses, exactly.",

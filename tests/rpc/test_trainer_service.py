@@ -1,0 +1,310 @@
+"""Trainer workers against a scheduler that obeys: steps, redo after a kill, joining, leaving, refusals, broken blobs."""
+
+import asyncio
+import hashlib
+import json
+import os
+import signal
+import sys
+import uuid
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+import safetensors.numpy
+import yaml
+
+from services.common import wire
+from services.common.blobs import BlobStore
+from services.common.locks import GenerationLock
+from services.common.rpc.channel import connect
+from services.common.rpc.status import from_rpc_error
+from services.trainer import algorithm, batches, publish, step
+from services.trainer.collective import SoloCollective
+from services.trainer.engine.torch import TorchEngine
+from services.trainer.metrics import Phases
+from tests.support.tiny_model import write_tiny_model
+from tests.support.trainer_scheduler import FakeScheduler
+from tests.support.trainer_steps import UNEQUAL, make_step
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+ROOT = Path(__file__).parents[2]
+SETTINGS = {"learning_rate": 0.01, "checkpoint_every": 2, "micro_batch_tokens": 150}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_tiny_model(tmp_path_factory.mktemp("model"), hidden=32, layers=2, heads=2, kv_heads=1)
+
+
+class World:
+    """Scheduler, lighthouse and trainer processes of one test."""
+
+    def __init__(self, folder, model):
+        self.folder, self.model = folder, model
+        self.store = BlobStore(str(folder / "blobs"))
+        self.steps = [make_step(self.store, n, lengths) for n, lengths in enumerate(UNEQUAL, 1)]
+        self.scheduler = None
+        self.processes = []
+        self.lighthouse = ""
+
+    async def start(self, settings=SETTINGS):
+        self.scheduler = FakeScheduler(self.steps, self.model, settings)
+        self.address = await self.scheduler.start()
+        path = self.folder / "lighthouse.yaml"
+        path.write_text(yaml.safe_dump({"ready_file": str(self.folder / "lighthouse")}))
+        await self._spawn("lighthouse", "services.trainer.lighthouse", path)
+        await self._file(self.folder / "lighthouse")
+        self.lighthouse = (self.folder / "lighthouse").read_text()
+
+    async def trainer(self, name, *, accelerator=0, failpoints=""):
+        """Starts a worker; returns once it serves."""
+        (self.folder / f"ready-{name}").unlink(missing_ok=True)
+        config = {
+            "worker": name, "scheduler": self.address, "ready_file": str(self.folder / f"ready-{name}"),
+            "accelerators": [f"nodes/n0/accelerators/{accelerator}"], "lock_dir": str(self.folder / "locks"),
+            "blobs": str(self.folder / "blobs"), "dtype": "float64", "publish_grace_s": 0.5, "take_wait_s": 5.0,
+            "history_path": str(self.folder / f"history-{name}"), "metrics_path": str(self.folder / "metrics"),
+            "collective": {"lighthouse": self.lighthouse},
+        }  # fmt: skip
+        path = self.folder / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(config))
+        process = await self._spawn(name, "services.trainer", path, LIBRA_FAILPOINTS=failpoints)
+        await self._file(self.folder / f"ready-{name}", process)
+        self.scheduler.sessions.pop(name, None)
+        return process
+
+    async def _spawn(self, name, module, config, **environment):
+        log = (self.folder / f"{name}.log").open("ab")
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", module, "--config", str(config), cwd=ROOT,
+            env={**os.environ, **environment}, stdout=log, stderr=log,
+        )  # fmt: skip
+        self.processes.append(process)
+        return process
+
+    @staticmethod
+    async def _file(path, process=None):
+        async with asyncio.timeout(90):
+            while not path.exists():
+                assert process is None or process.returncode is None
+                await asyncio.sleep(0.02)
+
+    def history(self, name, kind):
+        lines = (self.folder / f"history-{name}").read_text().splitlines()
+        return [entry for entry in map(json.loads, lines) if entry["kind"] == kind]
+
+    def metrics(self):
+        return [json.loads(line) for line in (self.folder / "metrics").read_text().splitlines()]
+
+    def weights(self, number):
+        return publish.read(self.store, self.scheduler.files[number])
+
+    async def stop(self):
+        for process in self.processes:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+        if self.scheduler:
+            await self.scheduler.stop()
+
+
+@pytest.fixture
+async def world(tmp_path, model):
+    world = World(tmp_path, model)
+    yield world
+    await world.stop()
+
+
+def alone(world, steps, settings=SETTINGS):
+    """The same steps without any service; weights after the last."""
+    grpo = algorithm.from_settings(settings)
+    engine = TorchEngine("float64")
+    engine.load(world.model, grpo)
+    for manifest, members in world.steps[:steps]:
+        laid = batches.batch(manifest, members, grpo)
+        worker = step.Worker(engine, world.store, Phases(), lambda: None, lambda: None)
+        engine.apply(step.reduce(worker, laid, laid.shard(0, 1), grpo, SoloCollective()).gradient)
+    return engine.weights()
+
+
+def largest_difference(a, b):
+    assert a.keys() == b.keys()
+    return max(float(np.abs(a[k] - b[k]).max()) for k in a)
+
+
+async def test_a_killed_trainer_redoes_committed_steps_and_ends_as_if_nothing_had_happened(world):
+    """Killed between CommitStep and the optimizer step, then while idle, then in the middle again."""
+    await world.start()
+    scheduler = world.scheduler
+    first = await world.trainer("t0", failpoints="trainer.after_commit=kill")
+    await scheduler.grant("t0", 1)
+    await asyncio.wait_for(first.wait(), 90)
+    assert first.returncode == -signal.SIGKILL
+    assert (scheduler.head, scheduler.versions[1]) == (1, wire.VERSION_STATE_COMMITTED)
+    assert not scheduler.files
+
+    scheduler.limit = 3
+    second = await world.trainer("t0")
+    await scheduler.grant("t0", 2)
+    await scheduler.until(lambda: 3 in scheduler.files)
+    assert list(scheduler.checkpoints) == [2]
+    second.kill()
+    await second.wait()
+
+    third = await world.trainer("t0", failpoints="trainer.after_commit=kill")
+    await scheduler.grant("t0", 3)
+    scheduler.limit = 5
+    await scheduler.touch()
+    await asyncio.wait_for(third.wait(), 90)
+    assert (scheduler.head, 4 in scheduler.files) == (4, False)
+
+    await world.trainer("t0")
+    await scheduler.grant("t0", 4)
+    export = world.folder / "blobs" / "r" / "export" / "1-5"
+    async with asyncio.timeout(90):
+        while not (export / "model.safetensors").exists():
+            await asyncio.sleep(0.05)
+    assert sorted(scheduler.files) == [1, 2, 3, 4, 5]
+    assert [c[0] for c in scheduler.commits] == [1, 2, 3, 4, 5]
+    for number in (1, 4, 5):
+        assert largest_difference(world.weights(number), alone(world, number)) < 1e-12
+    trained = [(entry["version"][1], entry["redo"]) for entry in world.history("t0", "trained")]
+    # version 1 redone; 2 and 3 trained; after the second kill 3 redone from checkpoint 2; 3 and 4 after the third
+    assert trained == [(1, True), (2, False), (3, False), (3, True), (3, True), (4, True), (5, False)]
+    assert [e["version"][1] for e in world.history("t0", "published")] == [1, 2, 3, 4, 5]
+    import transformers
+
+    trained_model = transformers.AutoModelForCausalLM.from_pretrained(export)
+    assert trained_model.num_parameters() > 0
+    transformers.AutoTokenizer.from_pretrained(export)
+
+
+async def test_hybrid_trainer_joins_and_leaves_and_the_result_is_the_same(world):
+    await world.start()
+    scheduler = world.scheduler
+    scheduler.limit = 2
+    core = await world.trainer("t0", accelerator=0)
+    hybrid = await world.trainer("t2", accelerator=2)
+    assert (await scheduler.grant("t0", 1)).state == wire.COMMAND_STATE_SUCCEEDED
+    await scheduler.until(lambda: 2 in scheduler.files)
+    lock = GenerationLock(world.folder / "locks", "nodes/n0/accelerators/2")
+    granted = await scheduler.grant("t2", 2, "nodes/n0/accelerators/2")
+    assert granted.state == wire.COMMAND_STATE_SUCCEEDED
+    assert lock.probe()[0] == 2
+    assert lock.probe()[2]
+    # a refused commit is applied by neither, and the same manifest is trained again
+    scheduler.refuse_commits = 2
+    scheduler.limit = 4
+    await scheduler.touch()
+    await scheduler.until(lambda: 4 in scheduler.files)
+    await scheduler.release("t2")
+    assert not lock.probe()[2]
+    scheduler.limit = 5
+    await scheduler.touch()
+    await scheduler.until(lambda: 5 in scheduler.files)
+    by_step = {number: members for number, _, members in scheduler.commits}
+    assert by_step[2] == (1,)
+    assert by_step[4] == (1, 2)
+    assert by_step[5] == (1,)
+    assert largest_difference(world.weights(5), alone(world, 5)) < 1e-9
+    assert (core.returncode, hybrid.returncode) == (None, None)
+    line = world.metrics()[3]
+    assert (line["step"], line["replicas"]) == (4, 2)
+    assert line["tokens"] == world.steps[3][0].divisors.trainable_tokens
+    assert {"loss", "kl", "clip_share", "grad_norm", "reward_mean", "staleness_max", "seconds"} <= line.keys()
+
+
+async def test_a_version_whose_trainer_died_before_publishing_is_published_by_a_peer(world):
+    await world.start()
+    scheduler = world.scheduler
+    scheduler.limit = 0
+    speaker = await world.trainer("t0", accelerator=0, failpoints="trainer.before_publish=kill")
+    await world.trainer("t2", accelerator=2)
+    await scheduler.grant("t0", 1)
+    await scheduler.grant("t2", 2, "nodes/n0/accelerators/2")
+    scheduler.limit = 5
+    await scheduler.touch()
+    await asyncio.wait_for(speaker.wait(), 90)
+    assert scheduler.head >= 1
+    scheduler.roster.pop("t0")
+    scheduler.roster_revision += 1
+    await scheduler.until(lambda: 5 in scheduler.files)
+    assert largest_difference(world.weights(5), alone(world, 5)) < 1e-9
+
+
+async def test_unreadable_segments_return_the_manifest_with_their_trajectory_named(world):
+    await world.start()
+    scheduler = world.scheduler
+    broken = world.steps[1][1][3]
+    Path(broken.sequences[0].segments[0].blob.uri.removeprefix("file://")).unlink()
+    manifest, members = make_step(world.store, 2, [9, 9, 9, 9], seed=7)
+    manifest.name += "-again"
+    scheduler.replacement = (manifest, members)
+    await world.trainer("t0")
+    await scheduler.grant("t0", 1)
+    await scheduler.until(lambda: 3 in scheduler.files)
+    assert [list(r.broken) for r in scheduler.returned] == [[broken.trajectory]]
+    assert scheduler.returned[0].reason.code == "BLOB_MISMATCH"
+
+
+async def test_direct_calls_show_progress_save_checkpoints_and_stream_weights(world):
+    await world.start(SETTINGS | {"checkpoint_every": 100})
+    scheduler = world.scheduler
+    scheduler.limit = 1
+    await world.trainer("t0")
+    await scheduler.grant("t0", 7)
+    await scheduler.until(lambda: 1 in scheduler.files)
+    async with connect((world.folder / "ready-t0").read_text()) as channel:
+        stub = wire.TrainerServiceStub(channel)
+        progress = await stub.GetProgress(wire.GetProgressRequest(run="runs/r"), timeout=10)
+        assert progress.versions[0].number == 1
+        assert progress.load.generation == 7
+        assert progress.metrics["tokens"] == world.steps[0][0].divisors.trainable_tokens
+        saved = await stub.Checkpoint(
+            wire.CheckpointRequest(request_id=str(uuid.uuid4()), fence=wire.Fence(generation=7)), timeout=30
+        )
+        assert saved.checkpoint.version.number == 1
+        world.store.get(saved.checkpoint.index)
+        assert scheduler.checkpoints[1] == saved.checkpoint.index
+        ask = wire.ReadWeightsRequest(
+            version=wire.VersionRef(lineage=1, number=1), fence=wire.Fence(generation=7), shard="model.safetensors"
+        )
+        data = b"".join([part.data async for part in stub.ReadWeights(ask, timeout=30)])
+        assert hashlib.sha256(data).hexdigest() == scheduler.files[1].shards[0].blob.sha256
+        assert safetensors.numpy.load(data).keys() == world.weights(1).keys()
+        ask.offset = len(data) - 5
+        assert b"".join([p.data async for p in stub.ReadWeights(ask, timeout=30)]) == data[-5:]
+        ask.fence.generation = 6
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            _ = [p async for p in stub.ReadWeights(ask, timeout=30)]
+        assert from_rpc_error(caught.value).reason == "STALE_FENCE"
+    result = await scheduler.command("t0", checkpoint=wire.CheckpointCommand())
+    assert result.checkpoint.version.number == 1
+
+
+async def test_case_53_a_run_with_an_unknown_setting_is_reported_and_the_worker_lives(world):
+    await world.start({"learning_rte": 1.0})
+    process = await world.trainer("t0")
+    granted = await world.scheduler.grant("t0", 1)
+    assert granted.state == wire.COMMAND_STATE_SUCCEEDED
+    await world.scheduler.until(lambda: world.scheduler.incidents)
+    incident = world.scheduler.incidents[0]
+    assert incident.resource == "runs/r"
+    assert "did you mean 'learning_rate'" in incident.reason.text
+    process.terminate()
+    assert await asyncio.wait_for(process.wait(), 30) == 0
+
+
+async def test_a_second_grant_is_refused_while_one_is_held_and_a_stale_release_too(world):
+    await world.start()
+    scheduler = world.scheduler
+    scheduler.limit = 0
+    await world.trainer("t0")
+    await scheduler.grant("t0", 5)
+    again = await scheduler.grant("t0", 6)
+    assert (again.state, again.reason.code) == (wire.COMMAND_STATE_FAILED, "ENGINE_STATE")
+    scheduler.roster["t0"].generation = 4
+    stale = await scheduler.handover("t0", 4, wire.HANDOVER_KIND_CORDON, wire.ReplicaSpec())
+    assert stale.state == wire.COMMAND_STATE_FAILED

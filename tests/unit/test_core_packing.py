@@ -1,0 +1,57 @@
+"""Shards and micro-batches: every sequence exactly once, balanced, the same whoever computes them."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.common import packing
+
+LENGTHS = st.lists(st.integers(0, 2_000), max_size=60)
+
+
+@given(LENGTHS, st.integers(1, 9))
+def test_shards_hold_every_sequence_exactly_once(lengths, count):
+    parts = packing.shards(lengths, count)
+    assert len(parts) == count
+    assert sorted(i for part in parts for i in part) == list(range(len(lengths)))
+    for rank, part in enumerate(parts):
+        assert packing.shard(lengths, rank, count) == part == tuple(sorted(part))
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=6), st.integers(1, 3))
+def test_the_heaviest_shard_is_within_grahams_bound_of_the_best(lengths, count):
+    heaviest = max(sum(lengths[i] for i in part) for part in packing.shards(lengths, count))
+    best = min(
+        max(sum(n for n, r in zip(lengths, ranks, strict=True) if r == rank) for rank in range(count))
+        for ranks in itertools.product(range(count), repeat=len(lengths))
+    )
+    assert heaviest <= (4 / 3 - 1 / (3 * count)) * best + 1e-9
+
+
+@given(LENGTHS, st.integers(1, 3_000))
+def test_packs_keep_to_the_budget_and_lose_nothing(lengths, budget):
+    for packs, size in (
+        (packing.pack(lengths, budget), lambda p: sum(lengths[i] for i in p)),
+        (packing.pack_padded(lengths, budget), lambda p: max(lengths[i] for i in p) * len(p)),
+    ):
+        assert sorted(i for p in packs for i in p) == list(range(len(lengths)))
+        assert all(size(p) <= budget or len(p) == 1 for p in packs)
+
+
+def test_a_perfect_division_has_no_imbalance():
+    assert packing.imbalance([4, 4, 4, 4], 2) == 1.0
+    assert packing.imbalance([10], 4) == 4.0
+    assert packing.imbalance([], 3) == 1.0
+
+
+def test_impossible_requests_name_their_numbers():
+    with pytest.raises(ValueError, match="rank 3 of 3"):
+        packing.shard([1], 3, 3)
+    with pytest.raises(ValueError, match="0 replicas"):
+        packing.shards([1], 0)
+    with pytest.raises(ValueError, match="length -1 at index 1"):
+        packing.shards([1, -1], 2)
+    with pytest.raises(ValueError, match="budget of 0"):
+        packing.pack([1], 0)
