@@ -39,7 +39,7 @@ DEMONSTRATIONS = 64
 
 LEARNING_RATE = 3e-3
 WARMUP_STEPS = 50
-CORRUPTED = 0.44
+CORRUPTED = 0.51
 """Share of wrong demonstrations: the demo is to start at a mean reward between 0.50 and 0.60."""
 
 TIMEOUT_SHARE = 0.01

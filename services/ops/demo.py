@@ -222,7 +222,9 @@ class Demonstration:
 
     def _changed(self, name: str, state: str, message: str) -> None:
         if state == "RETIRED":
-            self.console.print(f"{name} was given up: {message}", style="bold red", highlight=False, markup=False)
+            self.console.print(
+                f"{name} was given up: {message}", style="bold red", highlight=False, markup=False, soft_wrap=True
+            )
 
     @contextlib.contextmanager
     def _interruptible(self, cluster: Cluster) -> Iterator[None]:

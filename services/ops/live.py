@@ -107,14 +107,18 @@ class View:
         """Shows something that the scheduler did not decide, such as a process killed on purpose."""
         self._decisions.append((time.time(), text))
         if not self.console.is_terminal:
-            self.console.print(f"{self._elapsed()} {text}", highlight=False, markup=False)
+            self.console.print(f"{self._elapsed()} {text}", highlight=False, markup=False, soft_wrap=True)
 
     async def _show(self) -> None:
         if not self.console.is_terminal:
             while not self._stopping.is_set():
                 for text in await self._read():
-                    self.console.print(f"{self._elapsed()}   decided: {text}", highlight=False, markup=False)
-                self.console.print(f"{self._elapsed()} {line(self.last)}", highlight=False, markup=False)
+                    self.console.print(
+                        f"{self._elapsed()}   decided: {text}", highlight=False, markup=False, soft_wrap=True
+                    )
+                self.console.print(
+                    f"{self._elapsed()} {line(self.last)}", highlight=False, markup=False, soft_wrap=True
+                )
                 await self._pause()
             return
         with Live(self.render(), console=self.console, auto_refresh=False, transient=True) as live:

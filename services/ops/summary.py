@@ -88,16 +88,21 @@ def run_seconds(archive: Archive, run: str) -> float:
 
 
 def preemptions(archive: Archive) -> dict[str, int]:
-    """Preemptions that took effect, by who asked: a command names its cause when it is made."""
-    cause: dict[str, str] = {}
+    """Preemptions that took effect, by who asked: a trajectory was given back after a command that names its cause.
+
+    A command that came too late (the episode had ended, or ended its turn first) preempted nothing and does not count.
+    """
+    asked: dict[str, str] = {}
     counts = dict.fromkeys(PREEMPTION_CAUSES, 0)
     for event in archive.events:
-        if event.kind != "COMMAND":
-            continue
-        if not event.from_state and len(event.related) > 1 and event.related[1] in counts:
-            cause[event.name] = event.related[1]
-        elif event.to_state == "SUCCEEDED" and event.name in cause:
-            counts[cause.pop(event.name)] += 1
+        if event.kind == "COMMAND" and not event.from_state and len(event.related) > 1:
+            subject, cause = event.related[0], event.related[1]
+            if cause in counts:
+                asked[subject] = cause
+        elif event.kind == "TRAJECTORY" and event.from_state == "LEASED":
+            cause = asked.pop(event.name, "")
+            if cause and event.to_state == "QUEUED" and event.code == "PREEMPTED":
+                counts[cause] += 1
     return counts
 
 

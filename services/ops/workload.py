@@ -33,8 +33,8 @@ within ten steps when to stop on short ones."""
 TAIL = (16, LONGEST)
 TAIL_SHARE_STATIONARY = 0.02
 TAIL_SHARE_END = 0.08
-LATENCY_START_MS = (10.0, 400.0)
-LATENCY_END_MS = (40.0, 1500.0)
+LATENCY_START_MS = (5.0, 200.0)
+LATENCY_END_MS = (150.0, 3000.0)
 """(p50, p99) of one tool call at the start and at the end of the drift."""
 
 

@@ -21,16 +21,16 @@ FENCED = 3
 
 
 def make_engine(config: Config) -> Engine:
-    """The engine that the configuration names. Imports it now: a grant must not wait for a library."""
+    """The engine that the configuration names, warmed up: a grant must not wait for libraries to load."""
     if config.engine == "fake":
         from services.trainer.engine.fake import FakeEngine
 
         return FakeEngine()
-    import transformers  # noqa: F401 - loaded while the worker is still warm
-
     from services.trainer.engine.torch import TorchEngine
 
-    return TorchEngine(config.dtype, config.threads)
+    engine = TorchEngine(config.dtype, config.threads)
+    engine.warm_up()
+    return engine
 
 
 async def run(config: Config) -> int:

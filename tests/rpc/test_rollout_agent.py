@@ -256,6 +256,33 @@ async def test_preempt_keeps_tokens_and_says_so(make_fleet):
     assert (await fleet.command(preempt=command)).preempt.already_ended
 
 
+async def test_named_as_gone_while_its_end_is_told_the_preemption_still_counts(make_fleet):
+    """The scheduler's next answer may overtake the one to the end report; both follow the same commit."""
+    fleet = await make_fleet(script(("a",)), context=1 << 18)
+    fleet.world.budget = 100_000
+    await fleet.ready()
+    await fleet.desire(fleet.lease())
+    episode = fleet.agent._episodes[TRAJECTORY].episode
+    report = fleet.session.report
+
+    async def overtaken(delta):
+        refusals = await report(delta)
+        if delta.ends:
+            await fleet.agent.on_desired(wire.Desired(removed=[TRAJECTORY]))
+            await asyncio.sleep(0)
+        return refusals
+
+    fleet.world.report = fleet.session.report = overtaken
+    object.__setattr__(episode._place, "report", overtaken)
+    async with asyncio.timeout(10):
+        while episode.generated < 3:
+            await asyncio.sleep(0)
+        command = wire.PreemptCommand(trajectory=TRAJECTORY, attempt=1, lease_epoch=1)
+        result = (await fleet.command(preempt=command)).preempt
+    assert not result.already_ended
+    assert result.kept_tokens == fleet.world.generated
+
+
 async def test_cancel_says_nothing_more_and_closes_the_session(make_fleet):
     fleet = await make_fleet()
     fleet.world.env.gate.clear()

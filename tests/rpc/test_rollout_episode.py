@@ -70,13 +70,13 @@ SCRIPT = ((CALL, "3+4", END_CALL), (CALL, "7-2", END_CALL), (ANS, "5", END_ANS, 
 
 def _abort_every(k):
     """Aborts whatever runs after each k tokens, between two tokens, from the engine's own thread."""
-    state = {"engine": None, "seen": 0, "since": 0}
+    state = {"engine": None, "seen": 0, "since": 0, "every": k}
 
     def after_step(core):
         generated = core.stats().generated_tokens
         state["since"] += generated - state["seen"]
         state["seen"] = generated
-        if state["since"] >= k:
+        if state["since"] >= state["every"]:
             state["since"] = 0
             for request_id in list(core._jobs if hasattr(core, "_jobs") else core._running):
                 state["engine"].abort(request_id, Interruption.PREEMPTED)
@@ -97,14 +97,16 @@ async def test_an_episode_moved_at_every_kth_token_equals_the_uninterrupted_one(
     assert len(whole.env.executed) > 3, "the episode must call tools for this test to mean something"
     assert max(t.generated_tokens for t in whole.turns) > 5
     assert expected["loss_mask"].sum() == whole.generated
+    hooks = [_abort_every(1), _abort_every(1)]
+    engines = []
+    for hook, state in hooks:
+        state["engine"] = await make_engine(TransformersCore(LIMITS), folder, after_step=hook)
+        engines.append(state["engine"])
     for k in (1, 2, 3, 5, 8, 13):
+        for _, state in hooks:
+            state["every"], state["since"] = k, 0
         moved = await make_world(budget=36, temperature=temperature)
         moved.run.seed, moved.env.observation = seed, observation
-        hooks = [_abort_every(k), _abort_every(k)]
-        engines = []
-        for hook, state in hooks:
-            state["engine"] = await make_engine(TransformersCore(LIMITS), folder, after_step=hook)
-            engines.append(state["engine"])
         leases = 0
         while not moved.ends or moved.ends[-1].WhichOneof("end") == "interrupted":
             place = engines[leases % 2]

@@ -115,6 +115,7 @@ async def test_case_53_an_unknown_key_ends_it_with_code_2(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 async def test_from_start_to_reward_to_sigterm(tmp_path):
     world = World(tmp_path, budget=20)
     await world.start()
@@ -128,7 +129,7 @@ async def test_from_start_to_reward_to_sigterm(tmp_path):
     scheduler.lease = lease
     process = await _start(_config(tmp_path, server.address))
     try:
-        async with asyncio.timeout(100):
+        async with asyncio.timeout(240):
             await scheduler.ended.wait()
             process.send_signal(signal.SIGTERM)
             await scheduler.session_ended.wait()

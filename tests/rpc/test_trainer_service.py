@@ -61,6 +61,7 @@ class World:
     async def trainer(self, name, *, accelerator=0, failpoints=""):
         """Starts a worker; returns once it serves."""
         (self.folder / f"ready-{name}").unlink(missing_ok=True)
+        self.scheduler.sessions.pop(name, None)
         config = {
             "worker": name, "scheduler": self.address, "ready_file": str(self.folder / f"ready-{name}"),
             "accelerators": [f"nodes/n0/accelerators/{accelerator}"], "lock_dir": str(self.folder / "locks"),
@@ -72,7 +73,6 @@ class World:
         path.write_text(yaml.safe_dump(config))
         process = await self._spawn(name, "services.trainer", path, LIBRA_FAILPOINTS=failpoints)
         await self._file(self.folder / f"ready-{name}", process)
-        self.scheduler.sessions.pop(name, None)
         return process
 
     async def _spawn(self, name, module, config, **environment):

@@ -145,6 +145,11 @@ def test_a_short_batch_is_taken_only_at_the_deadline_or_the_end():
     assert choose_batch(groups, 0, few, 0, 10, exhausted=True).take == ("g0", "g1", "g2", "g3")
 
 
+def test_a_multiple_that_does_not_divide_the_batch_takes_the_next_lower_one_without_waiting():
+    groups = [group(n) for n in range(10)]
+    assert len(choose_batch(groups, 0, rules(groups=8, min_groups=8, multiple_of=3), 0, 10, exhausted=False).take) == 6
+
+
 def test_the_trainer_is_held_for_an_open_group_at_the_edge_and_no_longer_than_agreed():
     groups = [group(0, oldest=0, closed=False), group(1, oldest=2), group(2, oldest=2)]
     hold = rules(on_exceed="HOLD_TRAINER", hold_timeout=30)
@@ -203,7 +208,7 @@ def test_what_is_taken_is_closed_fresh_whole_and_independent_of_order(
     assert len(taken) <= wanted
     assert len(taken) % asked.multiple_of == 0
     assert not taken or late or len(taken) == wanted // asked.multiple_of * asked.multiple_of
-    assert not taken or len(taken) >= least
+    assert not taken or len(taken) >= min(least, wanted // asked.multiple_of * asked.multiple_of)
     assert not set(choice.take) & set(choice.stale)
     assert {g.name for g in groups if g.oldest_version is not None and base - g.oldest_version > bound} == set(
         choice.stale

@@ -44,7 +44,7 @@ def test_the_run_teaches_its_length():
 def test_finished_siblings_move_the_estimate():
     work = RemainingWork()
     for i in range(200):
-        feed(work, f"a{i}", [100 if i % 2 else 1_000], group=f"g{i // 4}")
+        feed(work, f"a{i}", [100 if i // 4 % 2 else 1_000], group=f"g{i // 4}")
     plain = work.estimate("run", "other", "t", 0, 0)
     for i in range(6):
         feed(work, f"long{i}", [1_000], group="hard")
@@ -52,6 +52,19 @@ def test_finished_siblings_move_the_estimate():
     assert hard.source == "siblings"
     assert hard.p50 > 700
     assert hard.p50 > plain.p50
+
+
+def test_siblings_that_say_nothing_are_passed_over():
+    work = RemainingWork()
+    rng = random.Random(5)
+    for i in range(800):
+        feed(work, f"a{i}", [rng.choice([100, 1_000])], group=f"g{i // 8}")
+    assert work._runs["run"].worth["siblings"].mean <= 0.02
+    for i in range(3):
+        feed(work, f"long{i}", [1_000], group="chance")
+    plain = work.estimate("run", "other", "t", 0, 0)
+    chance = work.estimate("run", "chance", "t", 0, 0)
+    assert chance.p90 == pytest.approx(plain.p90, rel=0.2)
 
 
 def test_a_siblings_end_counts_at_once_though_estimates_are_kept():

@@ -11,7 +11,7 @@ from services.common.blobs import BlobStore
 from services.common.errors import LibraError
 from services.ops import checker, checkpoint, jobs, report, summary, timeline, workload
 from services.ops.archive import Archive
-from tests.support.records import NODE, TinyRun, copy, edit
+from tests.support.records import NODE, RUN, TinyRun, copy, edit
 
 KEYS = {
     "eval_reward_start", "eval_reward_end", "steps", "trajectories_trained", "tokens_generated", "wall_s",
@@ -45,6 +45,18 @@ def test_summary_has_exactly_the_agreed_keys_and_the_runs_numbers(folder):
     assert (content["preempted_resumed"], content["tokens_lost"], content["trained_twice"]) == (1, 0, 0)
     assert (content["max_staleness"], content["staleness_bound"], content["seed"]) == (1, 2, 7)
     assert content["eval_reward_start"] is None, "no evaluation is in these records"
+
+
+def test_a_command_that_came_too_late_preempted_nothing(folder):
+    def late(rows):
+        name = f"{RUN}/trajectories/0-0"
+        at = next(i for i, r in enumerate(rows) if r["name"] == name and r["to_state"] == "SCORED")
+        command = next(r for r in rows if r["kind"].endswith("COMMAND") and r["to_state"] == "PENDING")
+        rows.insert(at, {**command, "name": "commands/late", "related": [name, "cmlfq"]})
+        rows.append({**command, "name": "commands/late", "from_state": "PENDING", "to_state": "SUCCEEDED"})
+
+    edit(folder, "records/events.jsonl", late)
+    assert summary.build(Archive(folder))["preemptions"]["cmlfq"] == 1
 
 
 def test_each_move_tells_its_predicted_and_observed_gain(folder):

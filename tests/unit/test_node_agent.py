@@ -190,17 +190,25 @@ async def test_stop_and_start_on_command(tmp_path: Path) -> None:
         await asyncio.wait_for(w.worker.wait_ready(), 20)
 
 
+def handover(kind: "wire.HandoverKind.ValueType") -> wire.Command:
+    return wire.Command(handover=wire.HandoverCommand(step=wire.HandoverStep(kind=kind)))
+
+
+def start_worker(template: str) -> wire.Command:
+    return wire.Command(start_worker=wire.StartWorkerCommand(worker="workers/x", template=template))
+
+
 @pytest.mark.parametrize(
     ("command", "reason"),
     [
         (wire.Command(preempt=wire.PreemptCommand()), "INVALID_FIELD"),
-        (wire.Command(handover=wire.HandoverCommand(step=wire.HandoverStep(kind=wire.HANDOVER_KIND_GRANT))), "INVALID_FIELD"),
-        (wire.Command(handover=wire.HandoverCommand(step=wire.HandoverStep(kind=wire.HANDOVER_KIND_CONFIRM))), "NOT_FOUND"),
-        (wire.Command(start_worker=wire.StartWorkerCommand(worker="workers/x", template="x")), "NOT_FOUND"),
-        (wire.Command(start_worker=wire.StartWorkerCommand(worker="workers/x", template="w")), "INVALID_FIELD"),
+        (handover(wire.HANDOVER_KIND_GRANT), "INVALID_FIELD"),
+        (handover(wire.HANDOVER_KIND_CONFIRM), "NOT_FOUND"),
+        (start_worker("x"), "NOT_FOUND"),
+        (start_worker("w"), "INVALID_FIELD"),
         (wire.Command(stop_worker=wire.StopWorkerCommand(worker="workers/x")), "NOT_FOUND"),
     ],
-)  # fmt: skip
+)
 async def test_commands_that_are_not_for_it_are_refused(tmp_path: Path, command: wire.Command, reason: str) -> None:
     w = World(tmp_path)
     with pytest.raises(LibraError) as refusal:

@@ -42,7 +42,7 @@ class Fleet:
     def _serve(self) -> None:
         try:
             self.loop.run_until_complete(self._body())
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - shown by the thread that waits
             self._failure.append(error)
             self._up.set()
 

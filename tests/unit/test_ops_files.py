@@ -129,8 +129,9 @@ def test_a_port_in_use_is_named() -> None:
 
 def test_a_run_file_becomes_a_run(tmp_path: Path) -> None:
     text = RUN + (
-        "  multiple_of: 3\nalgorithm: {name: grpo, settings: {clip: 0.2}}\nstaleness: {max_versions: 0, on_exceed: DROP_GROUP}\n"
-        "on_void: {action: SHRINK, min_members: 2}\nfailures: [{failure: EPISODE, action: VOID}]\nmin_reward_spread: 0\n"
+        "  multiple_of: 3\nalgorithm: {name: grpo, settings: {clip: 0.2}}\n"
+        "staleness: {max_versions: 0, on_exceed: DROP_GROUP}\non_void: {action: SHRINK, min_members: 2}\n"
+        "failures: [{failure: EPISODE, action: VOID}]\nmin_reward_spread: 0\n"
         "limits: {max_generated_tokens: 64, max_run_time_s: 60}\nsampling: {temperature: 0}\nseed: 0\nepochs: 2\n"
     )
     found = runfile.message(

@@ -9,7 +9,7 @@ from services.scheduler.core.model import Command, Replica, Session, Trajectory,
 
 _log = log.get(__name__)
 
-KEEP_FINISHED = 512
+KEEP_FINISHED = 64
 """Terminal commands kept in memory; the store keeps all."""
 
 

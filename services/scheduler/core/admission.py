@@ -159,7 +159,8 @@ def choose_batch(
 
     waiting_for = [g for g in fresh if not g.closed and urgent(g)] if rules.on_exceed == "HOLD_TRAINER" else []
     closed.sort(key=lambda g: (not urgent(g), g.admission_number))
-    enough = rules.min_groups if exhausted or waited >= wait_limit else rules.groups
+    most = rules.groups // rules.multiple_of * rules.multiple_of
+    enough = min(most, rules.min_groups if exhausted or waited >= wait_limit else rules.groups)
     count = min(len(closed), rules.groups) // rules.multiple_of * rules.multiple_of
     numbers = {
         "closed": float(len(closed)),

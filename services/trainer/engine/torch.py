@@ -34,6 +34,26 @@ class TorchEngine:
         self._parameters: list[torch.nn.Parameter] = []
         self._flat: torch.Tensor | None = None
 
+    def warm_up(self) -> None:
+        """Takes one step with a toy model and drops it.
+
+        Libraries that load at first use (some seconds, a few hundred MB) are then part of the idle process, whose
+        memory a release is measured against.
+        """
+        import transformers
+
+        with torch.random.fork_rng():
+            config = transformers.Qwen3Config(
+                vocab_size=16, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1,
+                num_key_value_heads=1, head_dim=16, max_position_embeddings=16, attn_implementation="sdpa",
+            )  # fmt: skip
+            model = transformers.AutoModelForCausalLM.from_config(config)
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+        model(input_ids=torch.zeros((1, 4), dtype=torch.long)).logits.sum().backward()
+        optimizer.step()
+        del model, optimizer
+        _trim()
+
     @property
     def loaded(self) -> bool:
         return self._model is not None
@@ -179,10 +199,14 @@ class TorchEngine:
     def free(self) -> None:
         self._model = self._reference = self._optimizer = self._flat = None
         self._names, self._parameters = [], []
-        gc.collect()
-        if sys.platform == "linux":
-            # the allocator keeps freed pages; the node agent measures what the system got back
-            ctypes.CDLL(None).malloc_trim(0)
+        _trim()
+
+
+def _trim() -> None:
+    gc.collect()
+    if sys.platform == "linux":
+        # the allocator keeps freed pages; the node agent measures what the system got back
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _same_names(found: set[str], expected: set[str]) -> None:
