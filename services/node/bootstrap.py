@@ -3,9 +3,9 @@
 import asyncio
 import signal
 
-from services.common import log
+from services.common import log, wire
 from services.common.rpc.server import write_ready
-from services.common.session import SessionFenced
+from services.common.session import SessionFenced, SessionLost
 from services.common.supervise import Tasks
 from services.node.agent import NodeAgent
 from services.node.config import NodeConfig
@@ -44,6 +44,14 @@ async def run(config: NodeConfig) -> int:
 
 
 async def _announce(agent: NodeAgent, config: NodeConfig) -> None:
-    await agent.session.wait_begun()
+    """Ready means that the scheduler knows this node's hardware."""
+    while True:
+        await agent.session.wait_begun()
+        observations = agent.measure()
+        try:
+            await agent.session.report(wire.Delta(observations=observations))
+            break
+        except SessionLost:
+            await asyncio.sleep(config.measure_s)
     if config.ready_file:
         write_ready(config.ready_file, agent.session.name)

@@ -28,8 +28,10 @@ CORE_TRAINER = "trainer-0"
 COMMIT_PAUSE = "trainer.after_commit=sleep:0.15"
 """Failpoint of the core trainer in such a job: it widens the moment between CommitStep and publish so that a kill from
 outside falls into it."""
-HYBRID_SHARE = 0.9
+HYBRID_SHARE = 0.8
 """If no hybrid trainer was active up to this share of the job, a warm one is killed."""
+LAST_SHARE = 0.9
+"""From this share of the job on, kills do not wait for a step in between."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +90,21 @@ class Chaos:
             await asyncio.sleep(POLL_SECONDS)
             try:
                 self._head = (await self.client.get_run(self.run_name)).policies[0].head.number
-                for planned in self._planned:
-                    if not planned.done and self._head >= planned.share * self.steps:
-                        planned.done = await planned.act()
+                due = [p for p in self._planned if not p.done and self._head >= p.share * self.steps]
+                if not due or not self._recovered():
+                    continue
+                for planned in due:
+                    planned.done = await planned.act()
+                    if planned.done:
+                        break
             except LibraError as error:
                 _log.info("chaos waits for the scheduler", error=str(error))
+
+    def _recovered(self) -> bool:
+        """One at a time: a step was made since the last kill, or the job is too near its end to wait for one."""
+        if not self.killed or self._head >= LAST_SHARE * self.steps:
+            return True
+        return self._head > self.killed[-1].step + 1
 
     # ---- the kinds
 
@@ -109,13 +121,15 @@ class Chaos:
         return bool(busiest) and self._kill(f"rollout worker with {most} running", busiest)
 
     async def _hybrid_trainer(self) -> bool:
-        """A trainer on a hybrid accelerator, while it holds a replica if there is one."""
+        """A trainer on a hybrid accelerator, while it holds a replica beside the core's if that can be had."""
+        active: set[str] = set()
         for item in (await self.client.list_resources(wire.RESOURCE_KIND_REPLICA)).resources:
             replica = item.replica
             owner = replica.owner_session.removeprefix("workers/").partition("/")[0]
-            if replica.desired.role == wire.ROLE_TRAINER and owner != CORE_TRAINER:
-                if replica.state == wire.REPLICA_STATE_ACTIVE:
-                    return self._kill("hybrid trainer holding a replica", owner)
+            if replica.desired.role == wire.ROLE_TRAINER and replica.state == wire.REPLICA_STATE_ACTIVE:
+                active.add(owner)
+        if CORE_TRAINER in active and len(active) > 1:
+            return self._kill("hybrid trainer holding a replica", min(active - {CORE_TRAINER}))
         if self._head < HYBRID_SHARE * self.steps:
             return False
         warm = [n for n in self.cluster.workers() if n.startswith("trainer") and n != CORE_TRAINER]

@@ -33,12 +33,14 @@ from services.ops.live import View
 
 NAME = re.compile(r"[A-Za-z0-9._-]{1,63}")
 WORKERS_SECONDS = 120.0
-EVAL_SECONDS = 150.0
-STEP_SECONDS = 12.0
+EVAL_SECONDS = 240.0
+STEP_SECONDS = 20.0
 """Time allowed for a training step, on top of START_SECONDS."""
-START_SECONDS = 120.0
-STALL_SECONDS = 90.0
-"""Without a new token, end or step for so long a job counts as stalled."""
+START_SECONDS = 180.0
+CHAOS_SECONDS = 300.0
+"""Time allowed for five restarts and what they have to do again."""
+STALL_SECONDS = 150.0
+"""Without a new token, end or step for so long a job counts as stalled: longer than a trainer needs to be back."""
 EXPORT_SECONDS = 120.0
 RETRY_SECONDS = 30.0
 """How long the driver tries again while the scheduler restarts."""
@@ -152,7 +154,7 @@ class Demonstration:
         blobs = BlobStore(cluster.blobs)
         first = jobs.evaluation(self.job, self.job.model, blobs)
         await self._one(cluster, client, view, EVAL_START, "eval before", first, EVAL_SECONDS)
-        limit = START_SECONDS + STEP_SECONDS * self.options.steps
+        limit = START_SECONDS + STEP_SECONDS * self.options.steps + (CHAOS_SECONDS if self.options.chaos else 0.0)
         train = self._one(cluster, client, view, TRAIN, "train", jobs.training(self.job, blobs), limit)
         if self.options.chaos:
             chaos = Chaos(cluster, client, f"runs/{TRAIN}", self.options.steps, view.note)

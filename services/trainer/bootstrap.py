@@ -2,11 +2,12 @@
 
 import asyncio
 import signal
+from collections.abc import Callable
 
 from services.common import log, wire
 from services.common.blobs import BlobStore
 from services.common.history import History
-from services.common.rpc.server import serve
+from services.common.rpc.server import RunningServer, serve
 from services.common.session import FleetSession, SessionFenced
 from services.common.supervise import Tasks
 from services.trainer.agent import TrainerAgent, read_secret
@@ -33,18 +34,25 @@ def make_engine(config: Config) -> Engine:
     return engine
 
 
-async def run(config: Config) -> int:
-    """Serves until a signal (0), a failure of the training thread (1) or a newer session of this worker (3)."""
+class Running:
+    """A started trainer worker."""
+
+    def __init__(self, agent: TrainerAgent, session: FleetSession, server: RunningServer, tasks: Tasks) -> None:
+        self.agent = agent
+        self.address = server.address
+        self._session, self._server, self._tasks = session, server, tasks
+
+    async def stop(self) -> None:
+        """Finishes the step in hand, lets go of the replica, ends the session and stops serving."""
+        await self.agent.stop()
+        await self._session.stop(abandon=True)
+        await self._tasks.stop()
+        await self._server.stop()
+
+
+async def start(config: Config, engine: Engine, end: Callable[[int], None]) -> Running:
+    """Serves and begins a session. `end` is called with an exit code if the worker cannot go on."""
     worker = f"workers/{config.worker.removeprefix('workers/')}"
-    ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-
-    def end(code: int) -> None:
-        if not ended.done():
-            ended.set_result(code)
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, end, 0)
-    engine = make_engine(config)
     agent = TrainerAgent(
         config, engine, BlobStore(config.blobs), History(config.history_path or None, worker),
         secret=read_secret(config.collective.secret_file), on_failure=lambda _: end(FAILED),
@@ -68,10 +76,21 @@ async def run(config: Config) -> int:
     tasks = Tasks(failed)
     tasks.start("session", session.run())
     tasks.start("load", agent.report_load())
+    return Running(agent, session, server, tasks)
+
+
+async def run(config: Config) -> int:
+    """Serves until a signal (0), a failure of the training thread (1) or a newer session of this worker (3)."""
+    ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    def end(code: int) -> None:
+        if not ended.done():
+            ended.set_result(code)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, end, 0)
+    running = await start(config, make_engine(config), end)
     code = await ended
     _log.info("stopping", code=code)
-    await agent.stop()
-    await session.stop(abandon=True)
-    await tasks.stop()
-    await server.stop()
+    await running.stop()
     return code

@@ -68,7 +68,7 @@ class Outcome:
 
 
 def logprobs(model: torch.nn.Module, ids: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """Gives log p(ids[b, t] | ids[b, :t]) for t >= 1, float32[b, n - 1]; ids int64[b, n], temperature like the result."""
+    """Gives log p(ids[b, t] | ids[b, :t]), t >= 1, float32[b, n - 1]; ids int64[b, n], temperature like the result."""
     logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
     scaled = logits / temperature.unsqueeze(-1)
     chosen = scaled.gather(-1, ids[:, 1:].unsqueeze(-1)).squeeze(-1)

@@ -43,7 +43,8 @@ class Fleet:
     def member(self, name, generation, until, **more):
         asked = {
             "lighthouse": self.lighthouse, "worker": name, "generation": generation, "until": until,
-            "model": str(self.model), "blobs": str(self.folder / f"blobs-{name}"), "out": str(self.folder / name), **more,
+            "model": str(self.model), "blobs": str(self.folder / f"blobs-{name}"),
+            "out": str(self.folder / name), **more,
         }  # fmt: skip
         return self._start([sys.executable, "-m", "tests.support.trainer_member", json.dumps(asked)])
 

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
-DEMO_MODEL = ROOT / "services" / "ops" / "assets" / "model"
+DEMO_MODEL = ROOT / "services" / "ops" / "assets" / "demo"
 START_SECONDS = 150.0
 STOP_SECONDS = 40.0
 
@@ -70,20 +70,30 @@ def start(folder: Path, content: dict[str, object], model: Path) -> LocalCluster
     command = [sys.executable, "-m", "services.ops", "up", str(file), "--json"]
     with output.open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT, env=environment())
+    try:
+        ready = _wait_ready(process, output)
+    except BaseException:
+        stop(process)
+        raise
+    return LocalCluster(process, folder / "run", ready["scheduler"], model)
+
+
+def _wait_ready(process: "subprocess.Popen[bytes]", output: Path) -> dict[str, str]:
+    """The launcher's line that says that the cluster is up."""
     deadline = time.monotonic() + START_SECONDS
-    while time.monotonic() < deadline:
+    while time.monotonic() < deadline and process.poll() is None:
         for line in output.read_text().splitlines():
-            if '"state": "READY"' in line and '"scheduler"' in line:
-                return LocalCluster(process, folder / "run", json.loads(line)["scheduler"], model)
-        if process.poll() is not None:
-            raise RuntimeError(f"the cluster did not start (exit code {process.returncode}): {output.read_text()}")
+            if line.startswith('{"process": "cluster", "state": "READY"'):
+                found: dict[str, str] = json.loads(line)
+                return found
         time.sleep(0.1)
-    stop(process)
-    raise RuntimeError(f"the cluster was not ready within {START_SECONDS:.0f} s: {output.read_text()}")
+    raise RuntimeError(f"the cluster did not start (exit code {process.poll()}): {output.read_text()}")
 
 
 def stop(process: "subprocess.Popen[bytes]") -> int:
     """Ctrl-C, then SIGKILL; everything that the launcher started is tethered to it."""
+    if process.poll() is not None:
+        return process.returncode
     process.send_signal(signal.SIGINT)
     try:
         return process.wait(STOP_SECONDS)

@@ -1,7 +1,7 @@
 """A replica as a process, without a scheduler: joins quorums over torchft and trains steps that both sides can make.
 
-`python -m tests.support.trainer_member JSON`; one JSON line on standard output for each step taken. "hold" maps a step to
-a file that must exist before the step is begun; "until" is the last step; "steps" how many this member takes at most.
+`python -m tests.support.trainer_member JSON`; one JSON line on standard output for each step taken. "hold" maps a step
+to a file that must exist before the step is begun; "until" is the last step; "steps" how many this member takes at most.
 """
 
 import json
@@ -29,6 +29,11 @@ def wait_for(path):
         if time.monotonic() > deadline:
             raise TimeoutError(path)
         time.sleep(0.005)
+
+
+def say(line):
+    sys.stdout.write(json.dumps(line) + "\n")
+    sys.stdout.flush()
 
 
 def main() -> None:
@@ -68,7 +73,7 @@ def main() -> None:
                 raise SystemExit(9)
             reduced = step.reduce(worker, laid, laid.shard(quorum.rank, quorum.count), GRPO, collective)
         except StepLost as error:
-            print(json.dumps({"lost": str(error)[:200], "seconds": time.monotonic() - started}), flush=True)
+            say({"lost": str(error)[:200], "seconds": time.monotonic() - started})
             collective.finish(version, committed=False)
             continue
         assert reduced.trainable_tokens == manifest.divisors.trainable_tokens
@@ -78,7 +83,7 @@ def main() -> None:
         taken += 1
         line = {"step": number, "rank": quorum.rank, "count": quorum.count, "healed": quorum.healed}
         line |= {"generations": quorum.generations, "seconds": time.monotonic() - started}
-        print(json.dumps(line), flush=True)
+        say(line)
     Path(asked["out"]).write_bytes(safetensors.numpy.save(engine.state()))
     collective.close()
 

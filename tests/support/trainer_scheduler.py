@@ -1,4 +1,4 @@
-"""A scheduler made of a few dictionaries: what trainers call, with the rules that they rely on, and switches for faults.
+"""A scheduler made of a few dictionaries: what trainers call, the rules that they rely on, and switches for faults.
 
 Steps are prepared manifests. A batch is handed out once the version before it is published (bound K = 0), so a version
 that nobody publishes stops everything, as it would with real engines.
@@ -20,7 +20,7 @@ class FakeScheduler(wire.FleetServiceServicer, wire.TrajectoryServiceServicer, w
     """One run. Steps 1..len(steps); then it is FINISHED."""
 
     def __init__(self, steps, model, settings):
-        self.steps = {number: pair for number, pair in enumerate(steps, 1)}
+        self.steps = dict(enumerate(steps, 1))
         self.run = wire.Run(
             name=RUN, kind=wire.RUN_KIND_TRAIN, state=wire.RUN_STATE_ACTIVE, group_size=2,
             policies=[wire.Policy(model=str(model), head=wire.VersionRef(lineage=1, number=0))],
@@ -184,7 +184,8 @@ class FakeScheduler(wire.FleetServiceServicer, wire.TrajectoryServiceServicer, w
         if self.refuse_commits:
             self.refuse_commits -= 1
             raise LibraError("COMMIT_REFUSED", "as the test wanted")
-        if request.base_version != manifest.base_version or request.trainable_tokens != manifest.divisors.trainable_tokens:
+        found = (request.base_version, request.trainable_tokens)
+        if found != (manifest.base_version, manifest.divisors.trainable_tokens):
             raise LibraError("COMMIT_REFUSED", "base version or token sum")
         if any(m not in self.roster.values() for m in request.members) or not request.members:
             raise LibraError("COMMIT_REFUSED", "members outside the roster")
@@ -242,6 +243,4 @@ class FakeScheduler(wire.FleetServiceServicer, wire.TrajectoryServiceServicer, w
 
     @staticmethod
     def _lease():
-        return wire.LeaseTerms(
-            ttl=wire.duration(20.0), margin=wire.duration(1.0), report_interval=wire.duration(0.2)
-        )
+        return wire.LeaseTerms(ttl=wire.duration(20.0), margin=wire.duration(1.0), report_interval=wire.duration(0.2))

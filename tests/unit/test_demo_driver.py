@@ -319,6 +319,22 @@ async def test_hybrid_trainer_is_killed_while_it_holds_a_replica(killer):
     killer.client.listed[wire.RESOURCE_KIND_REPLICA][1].replica.state = wire.REPLICA_STATE_ACTIVE
     assert await killer._hybrid_trainer()
     assert killer.signals == [(22, signal.SIGKILL)]
+    # without the core trainer it is the only one that trains
+    del killer.client.listed[wire.RESOURCE_KIND_REPLICA][0]
+    assert not await killer._hybrid_trainer()
+
+
+async def test_the_next_kill_waits_for_a_step_after_the_last_one(killer):
+    killer.client.run.policies[0].head.number = 6
+    killer.client.listed[wire.RESOURCE_KIND_WORKER] = [rollout("rollout-2", 9, 3)]
+    work = asyncio.create_task(killer.run())
+    await asyncio.sleep(0.02)
+    assert [k.process for k in killer.killed] == ["scheduler"]
+    killer.client.run.policies[0].head.number = 8
+    await asyncio.sleep(0.02)
+    assert [k.process for k in killer.killed] == ["scheduler", "rollout-2"]
+    work.cancel()
+    await asyncio.gather(work, return_exceptions=True)
 
 
 async def test_core_trainer_is_killed_at_its_commit_and_again_if_it_had_published(killer):

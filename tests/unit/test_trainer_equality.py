@@ -192,7 +192,7 @@ def test_state_of_another_model_is_refused(model, tmp_path):
     engine.load(model, GRPO)
     other = TorchEngine("float64")
     other.load(write_tiny_model(tmp_path / "other", hidden=16, layers=1, heads=2, kv_heads=1), GRPO)
-    with pytest.raises(ValueError, match="shape|another model"):
+    with pytest.raises(ValueError, match=r"shape|another model"):
         engine.load_state(other.state())
 
 
