@@ -15,7 +15,8 @@ from services.trainer.collective import SoloCollective
 from services.trainer.engine.torch import TorchEngine
 from services.trainer.metrics import Phases
 from tests.support.tiny_model import write_tiny_model
-from tests.support.trainer_member import GRPO, wait_for
+from tests.support.trainer_lighthouse import Lighthouse
+from tests.support.trainer_member import GRPO
 from tests.support.trainer_steps import UNEQUAL, make_step
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -28,11 +29,8 @@ class Fleet:
     def __init__(self, folder, model, min_replicas):
         self.folder, self.model = folder, model
         self.processes = []
-        config = folder / "lighthouse.yaml"
-        config.write_text(f"listen: 127.0.0.1:0\nready_file: {folder}/lighthouse\nmin_replicas: {min_replicas}\n")
-        self._start([sys.executable, "-m", "services.trainer.lighthouse", "--config", str(config)])
-        wait_for(folder / "lighthouse")
-        self.lighthouse = (folder / "lighthouse").read_text()
+        self.lights = Lighthouse(folder, min_replicas=min_replicas)
+        self.lighthouse = self.lights.start()
 
     def _start(self, argv):
         log = (self.folder / f"{len(self.processes)}.log").open("wb")
@@ -56,6 +54,7 @@ class Fleet:
             process.kill()
             process.wait()
             process.stdout.close()
+        self.lights.stop()
 
 
 @pytest.fixture(scope="module")

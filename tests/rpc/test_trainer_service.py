@@ -27,6 +27,7 @@ from services.trainer.config import Config
 from services.trainer.engine.torch import TorchEngine
 from services.trainer.metrics import Phases
 from tests.support.tiny_model import write_tiny_model
+from tests.support.trainer_lighthouse import Lighthouse
 from tests.support.trainer_scheduler import FakeScheduler
 from tests.support.trainer_steps import UNEQUAL, make_step
 
@@ -49,16 +50,12 @@ class World:
         self.steps = [make_step(self.store, n, lengths) for n, lengths in enumerate(UNEQUAL, 1)]
         self.scheduler = None
         self.processes, self.running, self.exits = [], [], []
-        self.lighthouse = ""
+        self.lights = Lighthouse(folder)
 
     async def start(self, settings=SETTINGS):
         self.scheduler = FakeScheduler(self.steps, self.model, settings)
         self.address = await self.scheduler.start()
-        path = self.folder / "lighthouse.yaml"
-        path.write_text(yaml.safe_dump({"ready_file": str(self.folder / "lighthouse")}))
-        await self._spawn("lighthouse", "services.trainer.lighthouse", path)
-        await self.appears(self.folder / "lighthouse")
-        self.lighthouse = (self.folder / "lighthouse").read_text()
+        self.lighthouse = await asyncio.to_thread(self.lights.start)
 
     def _config(self, name, accelerator):
         return {
@@ -119,6 +116,7 @@ class World:
             if process.returncode is None:
                 process.kill()
                 await process.wait()
+        self.lights.stop()
         if self.scheduler:
             await self.scheduler.stop()
 

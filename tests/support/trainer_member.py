@@ -1,7 +1,7 @@
 """A replica as a process, without a scheduler: joins quorums over torchft and trains steps that both sides can make.
 
 `python -m tests.support.trainer_member JSON`; one JSON line on standard output for each step taken. "hold" maps a step
-to a file that must exist before the step is begun; "until" is the last step; "steps" how many this member takes at most.
+to a file that must exist before the step is begun; "until" is the last step; "steps" the most that this member takes.
 """
 
 import json

@@ -51,7 +51,7 @@ def make_step(
     rng = np.random.default_rng((seed, number))
     members = []
     for index, length in enumerate(lengths):
-        name = f"{number}-{index}"
+        name = f"{number}-{index}-{seed}"
         first_part = max(1, length // 2)
         parts = [segment_of(store, f"{name}-a", rng, 0, 3 + first_part, first_part, max(0, number - 2))]
         if length > first_part:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import structlog
 import yaml
 
 from services.common import wire
@@ -91,13 +92,14 @@ def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
 
 
 @pytest.fixture
-def libra(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+def libra(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., tuple[int, str, str]]]:
     def run(*arguments: str) -> tuple[int, str, str]:
         code = main(list(arguments))
         out, err = capsys.readouterr()
         return code, out, err
 
-    return run
+    yield run
+    structlog.reset_defaults()  # the command's log goes to this test's stderr
 
 
 def write_run(folder: Path, **changes: object) -> Path:

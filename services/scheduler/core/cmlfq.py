@@ -11,10 +11,11 @@ so evidence enters through the estimate of what remains, which follows tool retu
 short estimate moves nothing; in the drain phase, when nothing is queued, the same rule re-homes the tail without
 asking for the quantum. Moves wait for the end of the turn, so that the re-prefill overlaps with the tool call.
 
-Order: aged first (nothing starves: after `max_wait_s` any engine of any level will do, and one that is past its quantum
-is stopped if all are full), then priority, then admission order, so that groups close; within a group the longest
-remaining first. An engine of the trajectory's own level is preferred; work never waits while an engine of another level
-has room, but part of a higher level's slots stay reserved for its own.
+Order: aged first, then priority, then admission order, so that groups close; within a group the longest remaining
+first. Nothing starves: after `max_wait_s` any engine of any level will do; one that is past its quantum is stopped if
+all are full; and if the KV cache lacks room for it, one engine takes in nothing else until it fits. An engine of the
+trajectory's own level is preferred; otherwise work never waits while an engine of another level has room, but part of a
+higher level's slots stay reserved for its own.
 
 Everything follows from the view; its order does not matter.
 """
@@ -151,12 +152,14 @@ class _Room:
     kv: dict[str, float] = field(default_factory=dict)
     leased: dict[str, int] = field(default_factory=dict)
     """Tokens of what is leased to each engine: its own count lags behind leases just given."""
+    held: set[str] = field(default_factory=set)
+    """Engines kept clear for one that waited too long and needs more of the KV cache than is free."""
 
     def load(self, engine: EngineView) -> int:
         return engine.running + self.taken.get(engine.name, 0)
 
     def fits(self, engine: EngineView, tokens: int, more: float, settings: QueueSettings, reserve: int = 0) -> bool:
-        if self.load(engine) >= engine.concurrency_cap - reserve:
+        if engine.name in self.held or self.load(engine) >= engine.concurrency_cap - reserve:
             return False
         if not engine.kv_capacity_tokens:
             return True
@@ -174,7 +177,7 @@ def decide(view: QueueView, settings: QueueSettings) -> list[Assign | Preempt]:
     """Leases for what waits and preemptions of what runs; at most one of either for each trajectory."""
     engines = {e.name: e for e in sorted(view.engines, key=lambda e: e.name)}
     room = _Room(engines)
-    for item in view.running:
+    for item in sorted(view.running, key=lambda t: t.name):  # sums of floats follow their order
         room.leased[item.engine] = room.leased.get(item.engine, 0) + item.tokens
         if item.preempt_pending and item.target in engines:
             room.take(engines[item.target], item.tokens, item.estimate_p50)
@@ -197,11 +200,15 @@ def _assign(
 
     assigns: list[Assign] = []
     unplaced: list[QueuedTrajectory] = []
+    held_for: set[str] = set()
     for item in sorted(view.queued, key=order):
         level = _level(item, settings)
         engine = _engine_for(item, level, aged(item), settings, engines, room)
         if engine is None:
             unplaced.append(item)
+            if aged(item) and item.run not in held_for and (keep := _kept_for(item, engines)) is not None:
+                held_for.add(item.run)
+                room.held.add(keep.name)
             continue
         room.take(engine, item.tokens, item.estimate_p50)
         waited = view.now - item.waiting_since
@@ -247,21 +254,35 @@ def _engine_for(
     ]
     if not able:
         return None
-    # a rotation by name breaks ties: always the first engine would pile new sessions onto it
-    places = {name: place for place, name in enumerate(engines)}
-    turn = zlib.crc32(item.name.encode()) % len(places)
 
     def key(engine: EngineView) -> tuple[object, ...]:
         distance = 0 if aged else abs(engine.level - level)
         share = room.load(engine) / engine.concurrency_cap
-        return (
-            distance,
-            engine.name != item.last_engine or share > 0.9,
-            share,
-            (places[engine.name] - turn) % len(places),
-        )
+        return (distance, engine.name != item.last_engine or share > 0.9, share)
 
-    return min(able, key=key)
+    best = min(key(e) for e in able)
+    return _one_of(item, [e for e in able if key(e) == best])
+
+
+def _one_of(item: QueuedTrajectory, equals: Sequence[EngineView]) -> EngineView:
+    """One of them by the item's name: always the first would pile new sessions onto it."""
+    return equals[zlib.crc32(item.name.encode()) % len(equals)]
+
+
+def _kept_for(item: QueuedTrajectory, engines: Mapping[str, EngineView]) -> EngineView | None:
+    """The engine that takes in nothing else until this one, which waited too long, fits: smaller ones would fill every
+    gap for ever. The same one each time, one a run; None if none is large enough.
+    """
+    able = [
+        e
+        for e in engines.values()
+        if e.admitting
+        and e.run == item.run
+        and e.name not in item.avoid
+        and e.concurrency_cap > 0
+        and (not e.kv_capacity_tokens or item.tokens <= e.kv_capacity_tokens)
+    ]
+    return _one_of(item, able) if able else None
 
 
 def _pressure(view: QueueView, settings: QueueSettings, engines: Mapping[str, EngineView]) -> list[Preempt]:
@@ -270,7 +291,9 @@ def _pressure(view: QueueView, settings: QueueSettings, engines: Mapping[str, En
     for engine in engines.values():
         if not engine.kv_capacity_tokens:
             continue
-        share = engine.kv_used_tokens / engine.kv_capacity_tokens
+        # what was stopped already makes room soon
+        going = sum(t.tokens for t in view.running if t.engine == engine.name and t.preempt_pending)
+        share = (engine.kv_used_tokens - going) / engine.kv_capacity_tokens
         mine = [t for t in view.running if t.engine == engine.name and not t.preempt_pending]
         if share <= settings.kv_pressure or len(mine) < 2:
             continue
@@ -308,7 +331,8 @@ def _moves(
         if best is None:
             continue
         gain, cost, target = best
-        level = max(item.level, target.level) if spent else item.level
+        # re-homed, it queues in its target's level: in another one it would be drawn back to an engine of that
+        level = max(item.level, target.level) if spent else target.level
         why = f"used {item.quantum_used} tokens of level {item.level}" if spent else "nothing is queued"
         text = (
             f"{why}; {item.estimate_p50:.0f} tokens remain, {target.name} saves {gain:.2f} s for {cost:.2f} s of moving"
@@ -347,9 +371,9 @@ def _target(
         there = target.seconds_per_token
         if target.name == source.name or there is None or not target.admitting or target.run != item.run:
             continue
-        if target.level <= source.level and not (draining and _half_as_full(target, source, room)):
-            continue
         if not room.fits(target, item.tokens, item.estimate_p50, settings):
+            continue
+        if target.level <= source.level and not (draining and _half_as_full(target, source, room)):
             continue
         gain = item.estimate_p50 * (here - there)
         prefill = item.tokens / target.prefill_tokens_per_second if target.prefill_tokens_per_second else 0.0
@@ -362,7 +386,7 @@ def _target(
 def _half_as_full(target: EngineView, source: EngineView, room: _Room) -> bool:
     """Between engines of one kind only a clear difference in load is worth a move."""
     there = (room.load(target) + 1) / target.concurrency_cap
-    return there < 0.5 * room.load(source) / source.concurrency_cap
+    return there < 0.5 * room.load(source) / max(1, source.concurrency_cap)
 
 
 def _for_starving(

@@ -14,6 +14,7 @@ commit, publish), come from the trainers' phase counters. Tokens per step, G, W 
 exponential mean, so the drift of the workload is in them; a level never seen takes the mean rate of the others.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -24,6 +25,8 @@ LOSS_PER_REPLICA = 0.05
 MIN_UTILISATION = 0.05
 """Below this an engine's rate says nothing about its capacity."""
 DEFAULT_HANDOVER_S = 5.0
+NEVER_S = 1e9
+"""Seconds of a phase that cannot end, having no replica or no known rate. Finite: predictions are stored and compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +62,11 @@ class Mean:
     count: int = 0
 
     def add(self, value: float, alpha: float = ALPHA) -> None:
-        """The first observations weigh equally, later ones by alpha."""
+        """The first observations weigh equally, later ones by alpha. Only finite values of at least 0 count: one broken
+        report would spoil the mean for good.
+        """
+        if not math.isfinite(value) or value < 0:
+            return
         self.count += 1
         weight = max(alpha, 1.0 / self.count)
         self.value = value if self.value is None else self.value + weight * (value - self.value)
@@ -91,7 +98,9 @@ class CostModel:
         self.generated_per_step.add(float(generated_tokens))
 
     def observe_training(self, parallel_seconds: float, serial_seconds: float, replicas: int) -> None:
-        """One trainer's seconds in a step, with this many replicas at work."""
+        """One trainer's seconds in a step, with this many replicas at work (0: it is not known, so nothing is learnt)."""
+        if replicas < 1:
+            return
         scale = 1 + LOSS_PER_REPLICA * (replicas - 1)
         self.parallel_seconds.add(parallel_seconds * replicas / scale)
         self.serial_seconds.add(serial_seconds)
@@ -120,24 +129,24 @@ class CostModel:
         return self.parallel_seconds.value is not None and any(m.value for m in self.capacity.values())
 
     def predict(self, layout: Layout, max_versions: int) -> Prediction:
-        """Times of a step under a layout; infinite where a role has no replica."""
+        """Times of a step under a layout, at most NEVER_S; that, and no tokens, where a role has no replica."""
         tokens = self.tokens_per_step.value or 0.0
         rollout = self._rollout_seconds(layout)
         train = self._train_seconds(layout.trainers)
-        tail = self.tail_seconds.value or 0.0
+        tail = min(NEVER_S, self.tail_seconds.value or 0.0)
         step = max(rollout, train, tail / (max_versions + 1), 1e-9)
-        return Prediction(tokens / step, step, rollout, train, tail)
+        return Prediction(tokens / step if step < NEVER_S else 0.0, step, rollout, train, tail)
 
     def _rollout_seconds(self, layout: Layout) -> float:
         known: Mapping[int, float] = {level: m.value for level, m in self.capacity.items() if m.value}
         if not known:
-            return float("inf")
+            return NEVER_S
         typical = sum(known.values()) / len(known)
         rate = sum(count * known.get(level, typical) for level, count in layout.rollouts)
-        return (self.generated_per_step.value or 0.0) / rate if rate > 0 else float("inf")
+        return min(NEVER_S, (self.generated_per_step.value or 0.0) / rate) if rate > 0 else NEVER_S
 
     def _train_seconds(self, trainers: int) -> float:
         if trainers <= 0:
-            return float("inf")
+            return NEVER_S
         parallel, serial = self.parallel_seconds.value or 0.0, self.serial_seconds.value or 0.0
-        return serial + parallel / trainers * (1 + LOSS_PER_REPLICA * (trainers - 1))
+        return min(NEVER_S, serial + parallel / trainers * (1 + LOSS_PER_REPLICA * (trainers - 1)))

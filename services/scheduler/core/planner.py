@@ -17,7 +17,7 @@ accelerator moves at a time; the next evaluation sees what that did.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from services.scheduler.core.costmodel import CostModel, Layout, Prediction
+from services.scheduler.core.costmodel import NEVER_S, CostModel, Layout, Prediction
 from services.scheduler.core.reason import Reason
 
 MAX_ALTERNATIVES = 15
@@ -193,8 +193,7 @@ def _judge(layout: Layout, present: Layout, model: CostModel, max_versions: int)
     prediction = model.predict(layout, max_versions)
     bound = "rollout" if prediction.rollout_seconds >= prediction.train_seconds else "training"
     text = (
-        f"{_words(layout)}: {prediction.trained_tokens_per_second:.0f} tokens/s, bound by {bound} (rollout "
-        f"{prediction.rollout_seconds:.2f} s, training {prediction.train_seconds:.2f} s a step)"
+        f"{_words(layout)}: {prediction.trained_tokens_per_second:.0f} tokens/s, bound by {bound} ({_times(prediction)})"
     )
     numbers = {
         "tokens_per_s": prediction.trained_tokens_per_second,
@@ -204,6 +203,14 @@ def _judge(layout: Layout, present: Layout, model: CostModel, max_versions: int)
     }
     label = "present" if layout == present else f"{layout.trainers}-{layout.rollout_count}"
     return Alternative(label, layout, prediction, Reason("ALTERNATIVE", text, numbers))
+
+
+def _times(prediction: Prediction) -> str:
+    rollout, train = (
+        "never" if seconds >= NEVER_S else f"{seconds:.2f} s"
+        for seconds in (prediction.rollout_seconds, prediction.train_seconds)
+    )
+    return f"rollout {rollout}, training {train} a step"
 
 
 def _words(layout: Layout) -> str:
@@ -258,9 +265,9 @@ def _move(given: PlanInput, here: Alternative, model: CostModel, settings: Plann
         if gain <= cost * (1 + settings.hysteresis) or gain_rate <= rate * settings.hysteresis:
             continue
         text = (
-            f"{_words(here.layout)} gives {rate:.0f} tokens/s (rollout {here.prediction.rollout_seconds:.2f} s, "
-            f"training {here.prediction.train_seconds:.2f} s a step); {_words(layout)} would give "
-            f"{new.trained_tokens_per_second:.0f}: {gain:.0f} tokens more in {settings.horizon_s:.0f} s for {cost:.0f}"
+            f"{_words(here.layout)} gives {rate:.0f} tokens/s ({_times(here.prediction)}); {_words(layout)} would "
+            f"give {new.trained_tokens_per_second:.0f}: {gain:.0f} tokens more in {settings.horizon_s:.0f} s for "
+            f"{cost:.0f}"
         )
         numbers = {
             "gain_tokens": gain,
