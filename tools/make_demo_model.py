@@ -184,7 +184,7 @@ def warm_start(model: Qwen3ForCausalLM, seed: int) -> None:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if step % 50 == 49:
-            print(f"step {step + 1:4d}  loss {loss:.4f}  {time.monotonic() - began:.0f} s", flush=True)  # noqa: T201
+            print(f"step {step + 1:4d}  loss {loss:.4f}  {time.monotonic() - began:.0f} s", flush=True)
 
 
 def _step(model: Qwen3ForCausalLM, batch: list[Demonstration]) -> float:
@@ -213,7 +213,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     model = make_model(arguments.seed)
-    print(f"{sum(p.numel() for p in model.parameters()):,} parameters")  # noqa: T201
+    print(f"{sum(p.numel() for p in model.parameters()):,} parameters")
     warm_start(model, arguments.seed)
     arguments.out.mkdir(parents=True, exist_ok=True)
     # sampling defaults of the task belong to the run, not to the model

@@ -6,7 +6,6 @@
 The run is of kind EVAL: its trajectories are handed to us (DELIVERED) instead of to a trainer. What is preempted keeps
 its tokens and its environment session, queues again and goes on, perhaps on another worker.
 """
-# ruff: noqa: T201, INP001
 
 import argparse
 import asyncio

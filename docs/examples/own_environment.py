@@ -2,7 +2,7 @@
 
 python docs/examples/own_environment.py --listen 127.0.0.1:7099
 """
-# ruff: noqa: ANN001, ANN201, ANN204, ARG002, INP001, N802, T201
+# ruff: noqa: ANN001, ANN201, ANN204, ARG002, N802
 
 import argparse
 import json

@@ -89,7 +89,7 @@ def main() -> None:
         for sequences in options.sequences:
             for name, run in (("bare core", bare), ("in its thread", lambda *a: asyncio.run(threaded(*a)))):
                 wall, cpu = run(model, sequences, work)
-                print(f"{sequences:4d} sequences, {name:14s} {wall:7.0f} tokens/s, {cpu:7.0f} per CPU second")  # noqa: T201
+                print(f"{sequences:4d} sequences, {name:14s} {wall:7.0f} tokens/s, {cpu:7.0f} per CPU second")
         if options.profile:
             profile = cProfile.Profile()
             profile.runcall(bare, model, options.sequences[-1], work)

@@ -51,7 +51,9 @@ async def test_weights_are_prepared_then_switched_on_every_engine(cluster):
         await cluster.submit("runs/r", 2)
         taken = await cluster.take(trainer, 1)
         await cluster.publish(trainer, await cluster.commit(trainer, taken.manifest))
-        await cluster.until(lambda: {r.serving_number for r in cluster.state.replicas.values() if r.role == "ROLLOUT"} == {1})
+        await cluster.until(
+            lambda: {r.serving_number for r in cluster.state.replicas.values() if r.role == "ROLLOUT"} == {1}
+        )
         for robot in (core, hybrid):
             phases = [c.load_weights.phase for c in robot.commands if c.WhichOneof("action") == "load_weights"]
             # two control calls for each version, whatever the number of tensors (case 20)
@@ -81,7 +83,9 @@ async def test_a_hybrid_accelerator_changes_sides_only_after_a_confirmed_release
         request = wire.ReassignRequest(
             request_id=rid(),
             sources=[wire.ReassignmentSource(replica=old.name, generation=old.generation)],
-            targets=[wire.ReassignmentTarget(spec=wire.ReplicaSpec(role=wire.ROLE_TRAINER, accelerators=[accelerator(2)]))],
+            targets=[
+                wire.ReassignmentTarget(spec=wire.ReplicaSpec(role=wire.ROLE_TRAINER, accelerators=[accelerator(2)]))
+            ],
         )
         moved = (await cluster.admin.Reassign(request, timeout=5)).reassignment
         await cluster.until(lambda: sum(c.handover.step.kind == wire.HANDOVER_KIND_CONFIRM for c in node.commands) >= 2)
@@ -112,7 +116,9 @@ async def test_a_grant_that_fails_is_rolled_back_and_the_source_serves_again(imp
         request = wire.ReassignRequest(
             request_id=rid(),
             sources=[wire.ReassignmentSource(replica=old.name, generation=old.generation)],
-            targets=[wire.ReassignmentTarget(spec=wire.ReplicaSpec(role=wire.ROLE_TRAINER, accelerators=[accelerator(2)]))],
+            targets=[
+                wire.ReassignmentTarget(spec=wire.ReplicaSpec(role=wire.ROLE_TRAINER, accelerators=[accelerator(2)]))
+            ],
         )
         moved = (await cluster.admin.Reassign(request, timeout=5)).reassignment
         await cluster.until(lambda: cluster.state.reassignments[moved.name].state == "ROLLED_BACK", timeout=15)
@@ -177,11 +183,15 @@ async def test_case_01_completions_that_vanish_are_queued_again_and_named(impati
 
         core.play = lambda lease: play(core, lease)
         hybrid.play = lambda lease: play(hybrid, lease)
-        await cluster.create_run("r", tasks=[f'{{"n": {n}}}' for n in range(16)], group_size=8, batch=wire.BatchSize(groups=16))
+        await cluster.create_run(
+            "r", tasks=[f'{{"n": {n}}}' for n in range(16)], group_size=8, batch=wire.BatchSize(groups=16)
+        )
         taken = await cluster.take(trainer, 1, wait=20)
         assert taken.manifest.divisors.trajectories == 128
         events = await cluster.admin.ListEvents(
-            wire.ListEventsRequest(selector=wire.Selector(kinds=[wire.RESOURCE_KIND_TRAJECTORY], states=["QUEUED"]), page_size=1000),
+            wire.ListEventsRequest(
+                selector=wire.Selector(kinds=[wire.RESOURCE_KIND_TRAJECTORY], states=["QUEUED"]), page_size=1000
+            ),
             timeout=5,
         )
         named = {e.name for e in events.events if e.reason.code in ("NOT_HELD", "STALLED")}
@@ -251,7 +261,9 @@ async def test_case_25_a_trajectory_preempted_in_the_queue_keeps_what_was_acknow
         async def play(robot, lease):
             if lease.turns:
                 await asyncio.Event().wait()
-            await robot.report(wire.Delta(progress=[robot.turn(lease, finish=0, interruption=wire.INTERRUPTION_PREEMPTED)]))
+            await robot.report(
+                wire.Delta(progress=[robot.turn(lease, finish=0, interruption=wire.INTERRUPTION_PREEMPTED)])
+            )
             await robot.end(lease, interrupted=wire.INTERRUPTION_PREEMPTED)
 
         core.play = lambda lease: play(core, lease)
@@ -311,7 +323,9 @@ async def test_case_56_a_late_result_with_an_old_attempt_is_refused_and_counted(
         await cluster.until(lambda: len(held) >= 2)
         lease = held[0]
         robot = core if lease.trajectory in core.leases else hybrid
-        old = wire.TrajectoryLease(trajectory=lease.trajectory, attempt=lease.attempt, lease_epoch=lease.lease_epoch - 1)
+        old = wire.TrajectoryLease(
+            trajectory=lease.trajectory, attempt=lease.attempt, lease_epoch=lease.lease_epoch - 1
+        )
         refusals = await robot.end(old, reward=1.0)
         assert [r.reason.code for r in refusals] == ["STALE_ATTEMPT"]
         assert cluster.state.runs["runs/r"].stale_attempts == 1

@@ -116,5 +116,5 @@ def local_cluster(tmp_path: Path) -> Iterator[LocalCluster]:
     finally:
         code = stop(cluster.process)
         if code != 0:
-            print(cluster.logs())  # noqa: T201 - pytest shows it with the failure
+            print(cluster.logs())
     assert code == 0, f"the launcher ended with {code}"

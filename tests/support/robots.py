@@ -33,7 +33,11 @@ class Robot:
         self.lost: list[str] = []
         self.roster = wire.Roster()
         self.session = FleetSession(
-            address, name, self.kind, handler=self, endpoint="127.0.0.1:1",
+            address,
+            name,
+            self.kind,
+            handler=self,
+            endpoint="127.0.0.1:1",
             accelerators=[accelerator(i) for i in accelerators or []],
         )
         self._run: asyncio.Task[None] | None = None
@@ -83,7 +87,9 @@ class NodeRobot(Robot):
         self.confirms = True
         load = wire.NodeLoad(node=wire.Node(name=NODE))
         for index, pool in pools.items():
-            load.accelerators.add(name=accelerator(index), type="cpu", device_uuid=f"cpu-{index}", pool=pool, cpu_share=0.45)
+            load.accelerators.add(
+                name=accelerator(index), type="cpu", device_uuid=f"cpu-{index}", pool=pool, cpu_share=0.45
+            )
         self.session.set_load(wire.Load(node=load))
 
     async def on_command(self, command: wire.Command) -> wire.CommandResult:
@@ -166,7 +172,10 @@ class RolloutRobot(Robot):
         )  # fmt: skip
         if tokens:
             segment.versions.add(
-                version=version or self.version(), first_position=first + prompt, tokens=tokens, trainable_tokens=trained
+                version=version or self.version(),
+                first_position=first + prompt,
+                tokens=tokens,
+                trainable_tokens=trained,
             )
         return wire.TrajectoryProgress(
             trajectory=lease.trajectory, attempt=lease.attempt, lease_epoch=lease.lease_epoch,
@@ -191,9 +200,7 @@ class RolloutRobot(Robot):
     async def end(
         self, lease: wire.TrajectoryLease, *, reward: float | None = None, failure: int = 0, interrupted: int = 0
     ) -> list[wire.Refusal]:
-        message = wire.TrajectoryEnd(
-            trajectory=lease.trajectory, attempt=lease.attempt, lease_epoch=lease.lease_epoch
-        )
+        message = wire.TrajectoryEnd(trajectory=lease.trajectory, attempt=lease.attempt, lease_epoch=lease.lease_epoch)
         if reward is not None:
             message.reward.CopyFrom(wire.Reward(value=reward))
         elif failure:

@@ -110,6 +110,10 @@ def test_at_the_end_of_the_tasks_all_but_an_unusable_rest_is_trained(ready, want
     assert not choice.hold
 
 
-@given(st.lists(st.tuples(st.sampled_from("abcd"), st.integers(-1, 20)), max_size=10), st.integers(0, 20), st.integers(0, 5))
+@given(
+    st.lists(st.tuples(st.sampled_from("abcd"), st.integers(-1, 20)), max_size=10),
+    st.integers(0, 20),
+    st.integers(0, 5),
+)
 def test_a_commit_names_each_member_beyond_the_bound_and_no_other(members, base, bound):
     assert check_commit(members, base, bound) == [name for name, v in members if v != -1 and v < base - bound]

@@ -355,7 +355,13 @@ def drain(rehome):
         ]
         leases = [
             running(
-                n, engine=where[n], since=since[n], quantum_used=0, estimate_p50=v, tokens=1_000 - int(v), moves=moves[n]
+                n,
+                engine=where[n],
+                since=since[n],
+                quantum_used=0,
+                estimate_p50=v,
+                tokens=1_000 - int(v),
+                moves=moves[n],
             )
             for n, v in left.items()
         ]

@@ -172,7 +172,11 @@ def test_memory_is_bounded(monkeypatch):
     assert all(len(t.points) <= 8 for t in work._live.values())
 
 
-EPISODE = st.lists(st.tuples(st.integers(0, 500), st.sampled_from(["", "a", "b"]), st.sampled_from(["OK", "TIMEOUT"])), min_size=1, max_size=6)  # noqa: E501
+EPISODE = st.lists(
+    st.tuples(st.integers(0, 500), st.sampled_from(["", "a", "b"]), st.sampled_from(["OK", "TIMEOUT"])),
+    min_size=1,
+    max_size=6,
+)
 
 
 @given(st.lists(EPISODE, max_size=12), st.integers(0, 10_000), st.integers(0, 20))

@@ -163,7 +163,10 @@ def test_more_training_work_never_lowers_the_trainers_chosen(parallel, factor, h
 
 
 def test_before_any_evidence_no_step_is_promised():
-    here = [AcceleratorView("t", "CORE_TRAINING", "TRAINER", False, 0), AcceleratorView("h", "HYBRID", "ROLLOUT", True, 0)]  # noqa: E501
+    here = [
+        AcceleratorView("t", "CORE_TRAINING", "TRAINER", False, 0),
+        AcceleratorView("h", "HYBRID", "ROLLOUT", True, 0),
+    ]
     result = plan(PlanInput(0.0, tuple(here), 1, 0, 0), CostModel(), PlannerSettings(), PlannerState())
     assert result.present.prediction.rollout_seconds == NEVER_S
     assert result.present.prediction.trained_tokens_per_second == 0.0

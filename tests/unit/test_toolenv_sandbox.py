@@ -70,18 +70,12 @@ async def test_an_exception_is_the_models_error_with_its_line(episode):
     assert (result.outcome, result.payload_class, result.output) == (Outcome.TOOL_ERROR, "exit", "exit code 3")
 
 
-@pytest.mark.parametrize(
-    "path", ["/etc/shadow", "/etc/passwd", "/root/.ssh", "/home", "/var", "/proc/1/environ", __file__]
-)
+@pytest.mark.parametrize("path", ["/etc/shadow", "/etc/passwd", "/root/.ssh", "/home", "/var", __file__])
 async def test_no_host_file_can_be_read(episode, path):
-    result = await call(
-        episode, f"import os\nprint(os.listdir({path!r}) if os.path.isdir({path!r}) else open({path!r}).read())"
-    )
-    if path == "/proc/1/environ":
-        assert not any(name in result.output for name in os.environ if name not in ("PATH", "HOME", "LANG", "PWD"))
-    else:
-        assert result.outcome is Outcome.TOOL_ERROR
-        assert "No such file" in result.output
+    code = f"import os\nprint(os.listdir({path!r}) if os.path.isdir({path!r}) else open({path!r}).read())"
+    result = await call(episode, code)
+    assert result.outcome is Outcome.TOOL_ERROR
+    assert "No such file" in result.output
 
 
 async def test_only_the_folder_and_tmp_can_be_written(episode):
@@ -102,8 +96,13 @@ for path in ["/work/x", "/tmp/x"]:
 
 async def test_nothing_of_the_service_is_inherited(episode, monkeypatch):
     monkeypatch.setenv("SECRET_TOKEN", "hush")
-    code = "import os; print(sorted(os.environ), os.listdir('/proc/self/fd'), os.getuid(), os.getgroups(), os.listdir('/'))"
+    code = """
+import os
+print(sorted(os.environ), os.listdir("/proc/self/fd"), os.getuid())
+print([open(f"/proc/{p}/environ").read() for p in os.listdir("/proc") if p.isdigit()])
+"""
     result = await call(episode, code)
+    assert "PATH" in result.output
     assert "SECRET" not in result.output
     assert "'3'" in result.output, "the listing's own descriptor"
     assert "'4'" not in result.output, "no descriptor came along"
@@ -122,7 +121,7 @@ async def test_the_host_cannot_be_reached_over_the_network(episode):
         port = server.server_address[1]
         with socket.create_connection(("127.0.0.1", port), timeout=5):
             pass
-        connect = "import socket; socket.create_connection(({!r}, {}), timeout=3); print('connected')"
+        connect = "import socket; socket.create_connection(({!r}, {}), timeout=3); print('con' + 'nected')"
         for host in ("127.0.0.1", socket.gethostbyname(socket.gethostname()), "192.0.2.1"):
             result = await call(episode, connect.format(host, port))
             assert "connected" not in result.output
@@ -163,7 +162,8 @@ async def test_sessions_do_not_see_each_other(environment, episode):
 
 
 async def test_links_out_of_the_folder_lead_nowhere(episode):
-    code = "import os; os.symlink('/etc/shadow', 'a'); os.symlink('/', 'b'); print(os.path.exists('a'), os.path.exists('b/etc'))"
+    code = "import os; os.symlink('/etc/shadow', 'a'); os.symlink('/', 'b')\n"
+    code += "print(os.path.exists('a'), os.path.exists('b/etc'))"
     assert (await call(episode, code)).output == "False False\n"
     # the host counts and deletes without following them
     assert (await call(episode, "print(1)")).output == "1\n"

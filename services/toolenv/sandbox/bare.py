@@ -16,7 +16,7 @@ class Bare:
         del status_fd
         # a limit on processes would count all that this user runs, not this script's
         arguments = python_arguments(script, str(script.work), str(script.path))
-        return [*rlimits(limits, processes=False), sys.executable, *arguments]
+        return ["env", f"PYTHONPATH={script.work}", *rlimits(limits, processes=False), sys.executable, *arguments]
 
     def ran(self, status: bytes) -> bool:
         del status

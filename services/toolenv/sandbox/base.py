@@ -60,7 +60,8 @@ def rlimits(limits: Limits, *, processes: bool) -> list[str]:
     """prlimit(1) and its options, to be put before a command."""
     options = [
         f"--as={limits.memory_bytes}",
-        f"--cpu={limits.cpu_s}",
+        # SIGXCPU at the first, SIGKILL at the second
+        f"--cpu={limits.cpu_s}:{limits.cpu_s + 1}",
         f"--fsize={limits.disk_bytes}",
         f"--nofile={OPEN_FILES}",
         "--core=0",

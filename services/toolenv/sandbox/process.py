@@ -62,7 +62,7 @@ async def run(sandbox: Sandbox, script: Script, limits: Limits, timeout_s: float
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             cwd=script.work,
-            env={"PATH": os.environ.get("PATH", os.defpath), "PYTHONPATH": str(script.work)},
+            env={"PATH": os.environ.get("PATH", os.defpath)},
             pass_fds=(status_write,),
             start_new_session=True,
         )
