@@ -6,9 +6,14 @@ in the file makes the resource itself refuse an older owner.
 
 import fcntl
 import os
+import time
 from pathlib import Path
 
 from services.common import errors
+
+
+PROBE_TRIES = 10
+PROBE_SECONDS = 0.005
 
 
 class GenerationLock:
@@ -25,14 +30,12 @@ class GenerationLock:
         fd = self._fd if self._fd is not None else os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             if self._fd is None:
-                try:
-                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
+                if not _lock(fd):
                     raise errors.stale_fence(
                         f"{self.accelerator} is locked by another process (generation {_read(fd)[0]}); generation "
                         f"{generation} may start only after it is released",
                         resource=self.accelerator,
-                    ) from None
+                    )
             seen = _read(fd)[0]
             if generation < seen:
                 raise errors.stale_fence(
@@ -76,6 +79,18 @@ class GenerationLock:
             return generation, pid, False
         finally:
             os.close(fd)
+
+
+def _lock(fd: int) -> bool:
+    """Takes the lock exclusively; tries again for a moment, since a probe holds it shared for some microseconds."""
+    for _ in range(PROBE_TRIES):
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(PROBE_SECONDS)
+        else:
+            return True
+    return False
 
 
 def _read(fd: int) -> tuple[int, int]:

@@ -19,9 +19,13 @@ def main() -> int:
         from services.trainer import bootstrap
 
         return asyncio.run(bootstrap.run(settings))
-    except (ConfigError, LibraError) as error:
+    except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return 2
+    except LibraError as error:
+        # another try may succeed: 2 would tell the supervisor never to restart it
+        sys.stderr.write(f"{error}\n")
+        return 1
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ def test_one_bad_report_does_not_spoil_what_is_known():
             known.observe_rollout(0, value, 1.0)
             known.observe_tail(value)
             known.observe_handover("TRAINER", value)
-            known.observe_step_seconds(value, 2.0)
+            known.observe_step_seconds(2.0, value)
     means = (known.parallel_seconds, known.serial_seconds, known.capacity[0], known.tail_seconds)
     assert [m.value for m in means] == [2.0] * 4
     assert known.handover("TRAINER") == 2.0

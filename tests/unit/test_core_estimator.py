@@ -67,6 +67,16 @@ def test_siblings_that_say_nothing_are_passed_over():
     assert chance.p90 == pytest.approx(plain.p90, rel=0.2)
 
 
+def test_siblings_that_mislead_are_found_out():
+    work = RemainingWork()
+    for i in range(80):
+        for k, total in enumerate([1_000, 1_000, 100, 100, 100, 100]):
+            feed(work, f"a{i}-{k}", [total], group=f"g{i}")
+    for k in range(2):
+        feed(work, f"long{k}", [1_000], group="new")
+    assert work.estimate("run", "new", "t", 0, 0).p50 < 200
+
+
 def test_a_siblings_end_counts_at_once_though_estimates_are_kept():
     work = RemainingWork()
     for i in range(64):

@@ -40,6 +40,28 @@ def test_packs_keep_to_the_budget_and_lose_nothing(lengths, budget):
         assert all(size(p) <= budget or len(p) == 1 for p in packs)
 
 
+def test_a_budget_is_not_passed_by_one_token():
+    assert packing.pack([3, 3], 5) == ((0,), (1,))
+    assert packing.pack([3, 3], 6) == ((0, 1),)
+    assert packing.pack_padded([4, 1], 7) == ((0,), (1,))
+
+
+@given(LENGTHS, st.integers(1, 9))
+def test_no_shard_is_heavier_than_another_by_more_than_one_sequence(lengths, count):
+    parts = packing.shards(lengths, count)
+    loads = [sum(lengths[i] for i in part) for part in parts]
+    assert max(loads) - min(loads) <= max(lengths, default=0)
+    assert packing.imbalance(lengths, count) >= 1.0 - 1e-9
+
+
+@given(LENGTHS, st.integers(1, 3_000))
+def test_no_two_micro_batches_would_fit_into_one(lengths, budget):
+    loads = [sum(lengths[i] for i in p) for p in packing.pack(lengths, budget)]
+    assert all(a + b > budget for a, b in itertools.combinations(loads, 2))
+    if lengths and max(lengths) <= budget:
+        assert len(loads) <= max(1, 2 * -(-sum(lengths) // budget))
+
+
 def test_a_perfect_division_has_no_imbalance():
     assert packing.imbalance([4, 4, 4, 4], 2) == 1.0
     assert packing.imbalance([10], 4) == 4.0

@@ -106,7 +106,8 @@ print([open(f"/proc/{p}/environ").read() for p in os.listdir("/proc") if p.isdig
     assert "SECRET" not in result.output
     assert "'3'" in result.output, "the listing's own descriptor"
     assert "'4'" not in result.output, "no descriptor came along"
-    assert " 65534 " in result.output
+    assert "] 65534\n" in result.output
+    assert os.environ["PATH"] not in result.output
 
 
 async def test_the_host_cannot_be_reached_over_the_network(episode):

@@ -202,7 +202,7 @@ def _assign(
     unplaced: list[QueuedTrajectory] = []
     held_for: set[str] = set()
     for item in sorted(view.queued, key=order):
-        level = _level(item, settings)
+        level = _level(item, settings, engines, room)
         engine = _engine_for(item, level, aged(item), settings, engines, room)
         if engine is None:
             unplaced.append(item)
@@ -222,8 +222,15 @@ def _assign(
     return assigns, unplaced
 
 
-def _level(item: QueuedTrajectory, settings: QueueSettings) -> int:
-    """The level it queues in: one lower if what remains surely fits half of the quantum there (promotion)."""
+def _level(
+    item: QueuedTrajectory, settings: QueueSettings, engines: Mapping[str, EngineView], room: _Room
+) -> int:
+    """The level it queues in: one lower if what remains surely fits half of the quantum there (promotion). Not while
+    the engine of its level that it was on, or was moved to, has room: that would undo the move.
+    """
+    last = engines.get(item.last_engine)
+    if last is not None and last.level == item.level and last.admitting and not _crowded(last, room):
+        return item.level
     below = item.level - 1
     if 0 <= below < len(settings.quantum_tokens) and item.estimate_p90 <= 0.5 * settings.quantum_tokens[below]:
         return below
@@ -258,10 +265,15 @@ def _engine_for(
     def key(engine: EngineView) -> tuple[object, ...]:
         distance = 0 if aged else abs(engine.level - level)
         share = room.load(engine) / engine.concurrency_cap
-        return (distance, engine.name != item.last_engine or share > 0.9, share)
+        return (distance, engine.name != item.last_engine or _crowded(engine, room), share)
 
     best = min(key(e) for e in able)
     return _one_of(item, [e for e in able if key(e) == best])
+
+
+def _crowded(engine: EngineView, room: _Room) -> bool:
+    """So full that having been there before is no reason to prefer it."""
+    return room.load(engine) > 0.9 * engine.concurrency_cap
 
 
 def _one_of(item: QueuedTrajectory, equals: Sequence[EngineView]) -> EngineView:

@@ -53,7 +53,7 @@ class Bubblewrap:
         mounts += ["--bind", str(script.work), WORK, "--ro-bind", str(script.path), SCRIPT, "--remount-ro", "/"]
         environment = [word for name, value in _ENVIRONMENT.items() for word in ("--setenv", name, value)]
         return [
-            *_drop_root(), "bwrap", *_NAMESPACES, *mounts, *environment, "--chdir", WORK,
+            *_drop_root(), _program("bwrap"), *_NAMESPACES, *mounts, *environment, "--chdir", WORK,
             "--json-status-fd", str(status_fd), "--",
             # inside, so that the limit on processes counts this sandbox's own
             *rlimits(limits, processes=True), self._interpreter, *python_arguments(script, WORK, SCRIPT),
@@ -79,7 +79,11 @@ class Bubblewrap:
 def _drop_root() -> list[str]:
     if os.geteuid() != 0:
         return []
-    return ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", "--"]
+    return [_program("setpriv"), f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", "--"]
+
+
+def _program(name: str) -> str:
+    return shutil.which(name) or name
 
 
 def find_interpreter() -> str | None:

@@ -62,7 +62,8 @@ async def run(sandbox: Sandbox, script: Script, limits: Limits, timeout_s: float
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             cwd=script.work,
-            env={"PATH": os.environ.get("PATH", os.defpath)},
+            # the first process of a sandbox shows it to those inside
+            env={"PATH": os.defpath},
             pass_fds=(status_write,),
             start_new_session=True,
         )
