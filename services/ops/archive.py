@@ -9,15 +9,16 @@ Layout of a run's folder:
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
 from services.common import wire
 from services.common.errors import ConfigError
+from services.ops import jsonform
+from services.ops.jsonform import unix_time
 
 M = TypeVar("M", bound=wire.Message)
 
@@ -103,8 +104,7 @@ class Archive:
     def members(self) -> list[Member]:
         """Members of all manifests, in manifest order."""
         return [
-            Member(row["manifest"], wire.ParseDict(row["member"], wire.ManifestMember()))
-            for row in self._rows("members")
+            Member(row["manifest"], jsonform.parse(row["member"], wire.ManifestMember)) for row in self._rows("members")
         ]
 
     @cached_property
@@ -202,11 +202,11 @@ class Archive:
             raise ConfigError(f"{path}: missing; the export of this run is not complete, so it cannot be judged")
         return _lines(path, torn_tail=False)
 
-    def _messages(self, name: str, make: Callable[[], M]) -> list[M]:
+    def _messages(self, name: str, make: type[M]) -> list[M]:
         parsed = []
         for number, row in enumerate(self._rows(name), 1):
             try:
-                parsed.append(wire.ParseDict(row, make()))
+                parsed.append(jsonform.parse(row, make))
             except wire.ParseError as error:
                 raise ConfigError(f"{self.folder}/records/{name}.jsonl:{number}: {error}") from None
         return parsed
@@ -247,15 +247,6 @@ def _event(row: dict[str, Any]) -> Event:
         cause=row.get("cause", ""),
         related=tuple(row.get("related", ())),
     )
-
-
-def unix_time(text: str) -> float:
-    """Seconds since the epoch of a timestamp in the contract's JSON form; 0 if empty."""
-    if not text:
-        return 0.0
-    whole, dot, rest = text.removesuffix("Z").partition(".")
-    seconds = datetime.fromisoformat(f"{whole}+00:00").timestamp()
-    return seconds + (float(f"0.{rest}") if dot else 0.0)
 
 
 def state_name(value: str, prefix: str) -> str:

@@ -65,12 +65,12 @@ class Verdict:
         }
 
 
-def check(folder: str | Path, *, rescore: bool = True) -> Verdict:
-    """Judges the run in `folder`; ConfigError if its records are missing or damaged. `rescore=False` leaves out the
+def check(archive: Archive | str | Path, *, rescore: bool = True) -> Verdict:
+    """Judges a run by its archive or folder; ConfigError if its records are missing or damaged. `rescore=False` leaves out the
     re-scoring of moved trajectories, which needs torch.
     """
     started = time.monotonic()
-    archive = Archive(folder)
+    archive = archive if isinstance(archive, Archive) else Archive(archive)
     segments = Segments(BlobStore(str(archive.folder / "blobs")))
     total = Finding()
     total.merge(lifecycles.check(archive))

@@ -55,7 +55,7 @@ class Options:
     """What was asked for on the command line."""
 
     seed: int = 0
-    steps: int = 40
+    steps: int = 26
     drift: bool = True
     chaos: bool = False
     database: str = ""
@@ -202,10 +202,11 @@ class Demonstration:
 
     def _judge(self) -> int:
         """Checker, summary and report; prints the last word."""
-        verdict = checker.check(self.folder)
+        archive = Archive(self.folder)
+        verdict = checker.check(archive)
         checker.write(self.folder, verdict)
-        content = summary.write(Archive(self.folder))
-        report.write(Archive(self.folder))
+        content = summary.write(archive)
+        report.write(archive)
         self.console.print(summary.text(content, self.folder), highlight=False, markup=False, soft_wrap=True)
         self.console.print(checker.text(verdict), highlight=False, markup=False, soft_wrap=True)
         if self._unmet:

@@ -25,6 +25,8 @@ GENERATED_TOKENS = 480
 """Of these, generated at most; the rest is prompt and tool output of the longest episodes."""
 MAX_TURNS = 32
 LEARNING_RATE = 3e-4
+KL_COEFFICIENT = 0.02
+"""Weight of the divergence from the base model: without it the last steps at this learning rate are noisy."""
 CHECKPOINT_EVERY = 5
 
 MODEL = Path(__file__).parent / "assets" / "demo"
@@ -56,7 +58,7 @@ def training(job: Job, blobs: BlobStore) -> wire.Run:
     tasks = workload.training_tasks(job.seed, job.steps * GROUPS, job.drift)
     run = _run(job, wire.RUN_KIND_TRAIN, GROUP_SIZE, str(job.model), tasks, blobs, f"{TRAIN}-{job.seed}")
     run.algorithm.name = "grpo"
-    run.algorithm.settings.update({"learning_rate": LEARNING_RATE, "checkpoint_every": CHECKPOINT_EVERY})
+    run.algorithm.settings.update({"learning_rate": LEARNING_RATE, "checkpoint_every": CHECKPOINT_EVERY, "kl_coef": KL_COEFFICIENT})
     run.staleness.max_versions = MAX_VERSIONS
     run.batch.CopyFrom(wire.BatchSize(groups=GROUPS))
     return run

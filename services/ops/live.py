@@ -23,7 +23,7 @@ from rich.text import Text
 from services.client import LibraClient
 from services.common import log, wire
 from services.common.errors import LibraError
-from services.ops.archive import manifest_state, unix_time
+from services.ops.archive import manifest_state
 
 _log = log.get(__name__)
 
@@ -231,7 +231,7 @@ class View:
             subject = event.related[0] if event.related else event.name
             text = f"{event.reason.code}: {event.reason.text} ({subject})"
             decided.append(text)
-            self._decisions.append((unix_time(event.time.ToJsonString()), text))
+            self._decisions.append((event.time.ToNanoseconds() / 1e9, text))
         return decided[-SHOWN_DECISIONS:]
 
     # ---- showing
@@ -265,7 +265,7 @@ def _holding(replica: wire.Replica) -> Holding:
         role=wire.Role.Name(replica.desired.role).removeprefix("ROLE_"),
         worker=replica.owner_session.removeprefix("workers/").partition("/")[0],
         state=wire.ReplicaState.Name(replica.state).removeprefix("REPLICA_STATE_"),
-        since=unix_time(replica.create_time.ToJsonString()),
+        since=replica.create_time.ToNanoseconds() / 1e9,
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from services.common import wire
 from services.ops import records
 from services.ops.archive import SURVIVING_VERSIONS as SURVIVING
-from services.ops.archive import Archive, run_of, trajectory_state, unix_time, version_state
+from services.ops.archive import Archive, run_of, trajectory_state, version_state
 
 PREEMPTION_CAUSES = ("cmlfq", "handover", "operator")
 JUDGED = (
@@ -117,8 +117,8 @@ def reassignments(archive: Archive) -> list[dict[str, Any]]:
         if not item.sources or not item.targets:
             continue
         first = began.get(item.name)
-        start = first.time if first is not None else unix_time(item.create_time.ToJsonString())
-        end = unix_time(item.update_time.ToJsonString())
+        start = first.time if first is not None else item.create_time.ToNanoseconds() / 1e9
+        end = item.update_time.ToNanoseconds() / 1e9
         numbers = item.reason.numbers
         predicted, observed = numbers.get("predicted_gain_tokens_per_s"), numbers.get("observed_gain_tokens_per_s")
         moves.append(

@@ -222,9 +222,7 @@ def _assign(
     return assigns, unplaced
 
 
-def _level(
-    item: QueuedTrajectory, settings: QueueSettings, engines: Mapping[str, EngineView], room: _Room
-) -> int:
+def _level(item: QueuedTrajectory, settings: QueueSettings, engines: Mapping[str, EngineView], room: _Room) -> int:
     """The level it queues in: one lower if what remains surely fits half of the quantum there (promotion). Not while
     the engine of its level that it was on, or was moved to, has room: that would undo the move.
     """

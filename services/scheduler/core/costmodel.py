@@ -26,7 +26,7 @@ MIN_UTILISATION = 0.05
 """Below this an engine's rate says nothing about its capacity."""
 DEFAULT_HANDOVER_S = 5.0
 NEVER_S = 1e9
-"""Seconds of a phase that cannot end, having no replica or no known rate. Finite: predictions are stored and compared."""
+"""Seconds of a phase that cannot end: it has no replica or no known rate. Finite, since predictions are stored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class CostModel:
         self.generated_per_step.add(float(generated_tokens))
 
     def observe_training(self, parallel_seconds: float, serial_seconds: float, replicas: int) -> None:
-        """One trainer's seconds in a step, with this many replicas at work (0: it is not known, so nothing is learnt)."""
+        """One trainer's seconds in a step, with this many replicas at work (0 teaches nothing)."""
         if replicas < 1:
             return
         scale = 1 + LOSS_PER_REPLICA * (replicas - 1)

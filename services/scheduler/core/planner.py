@@ -192,7 +192,8 @@ def _homogeneous(given: PlanInput, model: CostModel, settings: PlannerSettings) 
 def _judge(layout: Layout, present: Layout, model: CostModel, max_versions: int) -> Alternative:
     prediction = model.predict(layout, max_versions)
     bound = "rollout" if prediction.rollout_seconds >= prediction.train_seconds else "training"
-    text = f"{_words(layout)}: {prediction.trained_tokens_per_second:.0f} tokens/s, bound by {bound} ({_times(prediction)})"
+    rate = prediction.trained_tokens_per_second
+    text = f"{_words(layout)}: {rate:.0f} tokens/s, bound by {bound} ({_times(prediction)})"
     numbers = {
         "tokens_per_s": prediction.trained_tokens_per_second,
         "rollout_s": prediction.rollout_seconds,
