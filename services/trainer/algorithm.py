@@ -33,8 +33,8 @@ class Grpo:
     beta2: float = 0.999
     checkpoint_every: int = 10
     """Steps between checkpoints; bounds the redo log."""
-    micro_batch_tokens: int = 8192
-    """Tokens of one forward and backward pass, padding included."""
+    micro_batch_tokens: int = 2048
+    """Tokens of one forward and backward pass, padding included. The default suits a CPU's caches; raise it on a GPU."""
     steps: int = 0
     """Steps in all; 0 = until the run's tasks are exhausted."""
     proximal: bool = False

@@ -206,8 +206,18 @@ def _train_sequence(step: Batch, member: wire.ManifestMember, place: Place, colu
 
 
 def micro_batches(sequences: Sequence[TrainSequence], budget: int) -> list[list[TrainSequence]]:
-    """Sequences of like length together, each batch at most `budget` tokens with padding."""
-    return [[sequences[i] for i in part] for part in packing.pack_padded([s.tokens for s in sequences], budget)]
+    """Sequences of like length together, longest first, each batch at most `budget` tokens with padding.
+
+    Lengths within a batch differ by less than a factor of two, so that one long sequence does not pad many short ones.
+    """
+    classes: dict[int, list[TrainSequence]] = {}
+    for sequence in sequences:
+        classes.setdefault(sequence.tokens.bit_length(), []).append(sequence)
+    return [
+        [alike[i] for i in part]
+        for _, alike in sorted(classes.items(), reverse=True)
+        for part in packing.pack_padded([s.tokens for s in alike], budget)
+    ]
 
 
 def statistics(step: Batch) -> Statistics:

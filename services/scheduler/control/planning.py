@@ -13,6 +13,7 @@ from services.scheduler.core import planner
 from services.scheduler.core.costmodel import CostModel, Layout, Prediction
 from services.scheduler.core.lifecycle import REASSIGNMENT
 from services.scheduler.core.model import Plan, Reassignment
+from services.scheduler.core.occupancy import Occupancy
 from services.scheduler.core.planner import AcceleratorView, PlannerSettings, PlannerState, PlanResult
 from services.scheduler.core.reason import Reason
 
@@ -21,6 +22,7 @@ _log = log.get(__name__)
 SETTLE_STEPS = 3
 """Steps over which a move's gain is measured, before and after it."""
 PARALLEL_PHASES = ("LOGPROBS", "TRAIN")
+WINDOW_SECONDS = 3.0
 SERIAL_PHASES = ("FETCH", "REDUCE", "COMMIT", "PUBLISH")
 
 
@@ -30,6 +32,16 @@ class Unjudged:
 
     item: Reassignment
     ended_at_step: int | None = None
+
+
+@dataclass(slots=True)
+class Window:
+    """A replica's work since `began_at` (monotonic seconds)."""
+
+    began_at: float
+    last_at: float
+    generated: int
+    leased_seconds: float = 0.0
 
 
 class Planning:
@@ -56,6 +68,9 @@ class Planning:
         self._steps_at_move = 0
         self._phases: dict[str, list[float]] = {}
         self._sampled: dict[str, float] = {}
+        self._windows: dict[str, Window] = {}
+        self._occupancy: dict[int, Occupancy] = {}
+        """By level."""
         self._unjudged: list[Unjudged] = []
 
     # ---- the cycle's part
@@ -104,18 +119,32 @@ class Planning:
             ended = [e for e in self._observe.ends if e.at > change.at - 60.0]
             if ended:
                 self.model.observe_tail(max(e.engine_seconds + e.tool_seconds for e in ended))
+        self._feed_engines(change)
+
+    def _feed_engines(self, change: Change) -> None:
+        """Windows of a few seconds of each serving engine: what was leased to it, and what it generated meanwhile."""
+        leased: dict[str, int] = {}
+        for item in change.fleet.trajectories.values():
+            if item.state == "LEASED":
+                leased[item.replica] = leased.get(item.replica, 0) + 1
+        live = set()
         for replica in change.fleet.live_replicas():
             rate = self._observe.engines.get(replica.name)
             if replica.role != "ROLLOUT" or replica.state != "ACTIVE" or rate is None:
                 continue
-            if rate.at <= self._sampled.get(replica.name, 0.0):
+            live.add(replica.name)
+            window = self._windows.setdefault(replica.name, Window(change.at, change.at, rate.generated))
+            window.leased_seconds += leased.get(replica.name, 0) * (change.at - window.last_at)
+            window.last_at = change.at
+            if rate.at - window.began_at < WINDOW_SECONDS:
                 continue
-            self._sampled[replica.name] = rate.at
-            leased = sum(t.state == "LEASED" and t.replica == replica.name for t in change.fleet.trajectories.values())
-            observed = self._observe.observations.get(replica.accelerators[0])
-            busy = observed.utilization if observed is not None else 0.0
-            slots = leased / replica.concurrency_cap if replica.concurrency_cap else 0.0
-            self.model.observe_rollout(replica.level, rate.tokens_per_second, max(busy, slots))
+            known = self._occupancy.setdefault(replica.level, Occupancy())
+            known.add(window.leased_seconds, rate.generated - window.generated, change.at - window.began_at)
+            self._windows[replica.name] = Window(change.at, change.at, rate.generated)
+            capacity = known.capacity(replica.concurrency_cap)
+            if capacity is not None:
+                self.model.observe_rollout(replica.level, capacity, 1.0)
+        self._windows = {name: w for name, w in self._windows.items() if name in live}
 
     def _feed_trainers(self, replicas: int, steps: int) -> None:
         """Seconds by phase since the last step, from the trainer that has counted longest."""

@@ -7,8 +7,8 @@ Rollout and training run side by side (asynchronous within the staleness bound),
     T_train   = S + W / n * (1 + LOSS_PER_REPLICA * (n - 1))
     T_tail    = serial time of the longest trajectory
 
-c_l, tokens per second of one replica of level l, is its measured rate over its utilisation: the larger of its busy
-share and its share of occupied slots (one whose slots all wait for tools is full, though its device idles). W, the
+c_l, tokens per second of one replica of level l, is a rate over how full the replica was (core/occupancy.py says what
+full slots would yield, so that a replica waiting for tools is full though its device idles). W, the
 parallel seconds of a step on one trainer (log-probabilities, forward, backward), and S, the serial rest (fetch, reduce,
 commit, publish), come from the trainers' phase counters. Tokens per step, G, W and S follow the last steps with an
 exponential mean, so the drift of the workload is in them; a level never seen takes the mean rate of the others.
