@@ -55,7 +55,7 @@ class Options:
     """What was asked for on the command line."""
 
     seed: int = 0
-    steps: int = 26
+    steps: int = 20
     drift: bool = True
     chaos: bool = False
     database: str = ""

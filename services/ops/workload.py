@@ -25,7 +25,7 @@ HELDOUT_OPERATIONS = (1, 6)
 """Fewest and most operations of the held-out tasks and of the stationary training mix."""
 
 DRIFT_START = (1, 3)
-DRIFT_END = (6, 12)
+DRIFT_END = (5, 9)
 HELDOUT_SHARE = 0.3
 """Share of groups that keep the held-out mix while the others drift: a policy trained on long tasks alone forgets
 within ten steps when to stop on short ones."""

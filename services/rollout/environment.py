@@ -46,6 +46,7 @@ class Environments:
 
     def __init__(self) -> None:
         self._channels: dict[str, grpc.aio.Channel] = {}
+        self._stubs: dict[str, Any] = {}
         self._offers: dict[str, dict[str, wire.Tool]] = {}
 
     def stub(self, endpoint: str) -> Any:
@@ -54,7 +55,9 @@ class Environments:
             if len(self._channels) >= MAX_ENDPOINTS:
                 raise EnvironmentFailure("TOO_MANY_ENDPOINTS", f"{MAX_ENDPOINTS} tool environments are in use already")
             self._channels[endpoint] = connect(endpoint)
-        return wire.ToolEnvServiceStub(self._channels[endpoint])
+            # made once: building its ten methods costs more than a call
+            self._stubs[endpoint] = wire.ToolEnvServiceStub(self._channels[endpoint])
+        return self._stubs[endpoint]
 
     async def tools(self, endpoint: str) -> dict[str, wire.Tool]:
         """Tools by name; asked once, since Describe is constant for the life of a server."""

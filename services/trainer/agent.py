@@ -16,8 +16,9 @@ from services.trainer.collective import Collective, Times, TorchftCollective
 from services.trainer.config import Config
 from services.trainer.coordinator import Coordinator
 from services.trainer.engine.base import Array, Engine
-from services.trainer.loop import Grant, Surroundings, TrainingLoop
+from services.trainer.loop import TrainingLoop
 from services.trainer.metrics import MetricsFile, Phases, peak_memory_bytes
+from services.trainer.surroundings import Grant, Surroundings
 
 _log = log.get(__name__)
 
@@ -52,7 +53,7 @@ class TrainerAgent:
         self._session: FleetSession | None = None
         self._busy = asyncio.Lock()
         self._event_loop = asyncio.get_running_loop()
-        self._roster_revision = 0
+        self._roster = wire.Roster()
         self._tasks: set[asyncio.Task[object]] = set()
 
     def attach(self, session: FleetSession) -> None:
@@ -77,7 +78,8 @@ class TrainerAgent:
             self._runs.pop(name, None)
         while len(self._runs) > MAX_RUNS:
             del self._runs[next(iter(self._runs))]
-        self._roster_revision = max(self._roster_revision, desired.roster.revision)
+        if desired.roster.revision >= self._roster.revision:
+            self._roster = desired.roster
 
     async def on_command(self, command: wire.Command) -> wire.CommandResult:
         """Steps of a hand-over, checkpoints, drain."""
@@ -186,6 +188,7 @@ class TrainerAgent:
             history=self._history,
             metrics=self._metrics,
             next_run=lambda: self._next_run(grant.spec),
+            roster=lambda: self._roster,
             collective=lambda state, load: self._seat(grant, state, load),
             incident=incident,
             take_wait=config.take_wait_s,
@@ -291,7 +294,7 @@ class TrainerAgent:
             micro_batches=phases.micro_batches,
             phase_seconds=phases.seconds(),
             peak_memory_bytes=peak_memory_bytes(),
-            roster_revision=loop.roster_revision if loop else self._roster_revision,
+            roster_revision=loop.roster_revision if loop else self._roster.revision,
         )
         if loop is not None:
             load.replica, load.generation, load.manifest = loop.grant.replica, loop.grant.generation, loop.manifest

@@ -9,22 +9,17 @@ did not live to publish.
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
 
 from services.common import failpoints, log, wire
-from services.common.blobs import BlobStore
 from services.common.errors import LibraError
-from services.common.history import History
 from services.trainer import batches, publish, step
 from services.trainer.batches import Batch
 from services.trainer.checkpoints import Checkpoint
 from services.trainer.collective import Collective, Quorum, StepLost
-from services.trainer.coordinator import Coordinator, Stopped, Taken
-from services.trainer.engine.base import Array, Engine
-from services.trainer.metrics import PHASES, MetricsFile, Phases
+from services.trainer.coordinator import Stopped, Taken
 from services.trainer.policy import RecoveryFailed, ResidentPolicy
+from services.trainer.surroundings import Grant, Surroundings
 from services.trainer.version import Version
 
 _log = log.get(__name__)
@@ -37,39 +32,6 @@ MAX_REFUSALS = 3
 MAX_REQUESTS = 16
 OVER = (wire.RUN_STATE_FINISHED, wire.RUN_STATE_CANCELLED)
 TAKEN_OVER = (wire.MANIFEST_STATE_COMMITTED, wire.MANIFEST_STATE_COVERED)
-
-
-@dataclass(frozen=True, slots=True)
-class Grant:
-    """The replica that the thread trains for."""
-
-    worker: str
-    """workers/{worker}."""
-    replica: str
-    generation: int
-    spec: wire.ReplicaSpec
-
-
-@dataclass(frozen=True, slots=True)
-class Surroundings:
-    """What the thread works with; made by the agent."""
-
-    desk: Callable[[Callable[[], bool], Callable[[], bool]], Coordinator]
-    """Makes the door to the scheduler, given when waiting and when everything must end."""
-    engine: Engine
-    store: BlobStore
-    pay: Callable[[], None]
-    phases: Phases
-    history: History
-    metrics: MetricsFile
-    next_run: Callable[[], wire.Run | None]
-    """The run to train now."""
-    collective: Callable[[Callable[[], dict[str, Array]], Callable[[Mapping[str, Array], int], None]], Collective]
-    """Makes the replica's seat, given how to copy and to take over state."""
-    incident: Callable[[str, LibraError], None]
-    """Tells people of something about a resource."""
-    take_wait: float = 30.0
-    publish_grace: float = 3.0
 
 
 class TrainingLoop:
@@ -341,7 +303,9 @@ class TrainingLoop:
         self._train(policy, collective, taken, laid_out, quorum)
 
     def _has_peers(self) -> bool:
-        return any(m.generation != self.grant.generation for m in self._roster.members)
+        """True if the newest roster known here names other replicas, or none is known yet."""
+        known = max(self._roster, self._around.roster(), key=lambda r: r.revision)
+        return not known.members or any(m.generation != self.grant.generation for m in known.members)
 
     def _agree(self, collective: Collective, policy: ResidentPolicy, taken: Taken, quorum: Quorum) -> bool:
         """True, on all members, if they mean the same step from the same state under a roster that holds them all."""
@@ -361,7 +325,7 @@ class TrainingLoop:
     def _train(
         self, policy: ResidentPolicy, collective: Collective, taken: Taken, laid_out: Batch, quorum: Quorum
     ) -> None:
-        started, before = time.monotonic(), self._phases.seconds()
+        started = time.monotonic()
         places = laid_out.shard(quorum.rank, quorum.count)
         reduced = step.reduce(self._worker, laid_out, places, policy.grpo, collective, policy.micro_batch_tokens)
         policy.expect_tokens(taken.manifest, reduced.trainable_tokens)
@@ -392,28 +356,19 @@ class TrainingLoop:
         if self._speaks:
             failpoints.hit("trainer.before_publish")
             policy.publish(checkpoint=self._checkpoint_due(policy))
-            spent = [a - b for a, b in zip(self._phases.seconds(), before, strict=True)]
             metrics = {**metrics, "seconds": time.monotonic() - started}
-            self._record(policy, version, metrics, quorum.count, redo=False, spent=spent)
+            self._record(policy, version, metrics, quorum.count, redo=False)
 
     def _record(
-        self,
-        policy: ResidentPolicy,
-        version: Version,
-        metrics: dict[str, float],
-        replicas: int,
-        *,
-        redo: bool,
-        spent: list[float] | None = None,
+        self, policy: ResidentPolicy, version: Version, metrics: dict[str, float], replicas: int, *, redo: bool
     ) -> None:
         """One line of the metrics file. A redo repeats the line of a step that may have one already."""
         policy.metrics = metrics
-        phases = {n: round(s, 4) for n, s in zip(PHASES, spent, strict=True) if s > 0} if spent else {}
-        line = {
-            "t": round(time.time(), 3), "run": policy.run.name, "step": version.number, "lineage": version.lineage,
-            "redo": redo, "worker": self.grant.worker, "replicas": replicas, **metrics, "phase_seconds": phases,
-        }  # fmt: skip
-        self._around.metrics.write(line)
+        self._around.metrics.step(
+            policy.run.name, (version.lineage, version.number), self.grant.worker, replicas, metrics,
+            self._phases.since_mark(), redo=redo,
+        )  # fmt: skip
+        self._phases.mark()
 
     # ---- ends
 

@@ -26,6 +26,7 @@ class Phases:
         self.trained_tokens = 0
         self.micro_batches = 0
         self._seconds = [0.0] * len(PHASES)
+        self._marked = list(self._seconds)
         self._since = time.monotonic()
         self._lock = threading.Lock()
 
@@ -53,6 +54,15 @@ class Phases:
             seconds[self.current] += time.monotonic() - self._since
             return seconds
 
+    def mark(self) -> None:
+        """A step was recorded: `since_mark` counts from here, the wait for the next batch included."""
+        self._marked = self.seconds()
+
+    def since_mark(self) -> dict[str, float]:
+        """Seconds by phase name since the last `mark`."""
+        spent = [now - then for now, then in zip(self.seconds(), self._marked, strict=True)]
+        return {name: round(s, 4) for name, s in zip(PHASES, spent, strict=True) if s > 0.00005}
+
 
 def peak_memory_bytes() -> int:
     """Peak resident memory of the process, bytes."""
@@ -68,7 +78,21 @@ class MetricsFile:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
-    def write(self, line: Mapping[str, object]) -> None:
-        """Appends one line."""
+    def step(
+        self,
+        run: str,
+        version: tuple[int, int],
+        worker: str,
+        replicas: int,
+        metrics: Mapping[str, float],
+        phase_seconds: Mapping[str, float],
+        *,
+        redo: bool,
+    ) -> None:
+        """Appends the line of one step."""
         if self._fd is not None:
+            line = {
+                "t": round(time.time(), 3), "run": run, "step": version[1], "lineage": version[0], "redo": redo,
+                "worker": worker, "replicas": replicas, **metrics, "phase_seconds": dict(phase_seconds),
+            }  # fmt: skip
             os.write(self._fd, json.dumps(line, separators=(",", ":")).encode() + b"\n")

@@ -210,6 +210,8 @@ async def test_hybrid_trainer_joins_and_leaves_and_the_result_is_the_same(world)
     scheduler.limit = 5
     await scheduler.touch()
     await scheduler.until(lambda: 5 in scheduler.files)
+    # the joiner got its state from the core: it redid nothing
+    assert [e["version"][1] for e in world.history("t2", "trained")] == [3, 4]
     by_step = {number: members for number, _, members in scheduler.commits}
     assert by_step[2] == (1,)
     assert by_step[4] == (1, 2)

@@ -124,7 +124,7 @@ class FakeScheduler(wire.FleetServiceServicer, wire.TrajectoryServiceServicer, w
         started = time.monotonic()
 
         def news():
-            return request.desired_revision < 1 or any(
+            return request.desired_revision < self.roster_revision or any(
                 c.fence.sequence > request.command_sequence for c in self.commands[worker]
             )
 
@@ -133,8 +133,11 @@ class FakeScheduler(wire.FleetServiceServicer, wire.TrajectoryServiceServicer, w
                 await asyncio.wait_for(self.changed.wait_for(news), 1.0)
         answer = wire.AwaitResponse(stamp=self._stamp(), lease=self._lease())
         answer.held_for.CopyFrom(wire.duration(time.monotonic() - started))
-        if request.desired_revision < 1:
-            answer.desired.CopyFrom(wire.Desired(revision=1, complete=True, runs=[self.run]))
+        if request.desired_revision < self.roster_revision:
+            roster = wire.Roster(revision=self.roster_revision, members=list(self.roster.values()))
+            answer.desired.CopyFrom(
+                wire.Desired(revision=self.roster_revision, complete=True, runs=[self.run], roster=roster)
+            )
         answer.commands.extend(c for c in self.commands[worker] if c.fence.sequence > request.command_sequence)
         return answer
 

@@ -169,7 +169,9 @@ def test_everyone_is_served_in_the_end(seed):
     ]  # fmt: skip
     wrong = {i.name: rng.uniform(0.3, 3) for i in items}
     rules = QueueSettings(quantum_tokens=(48,), max_wait_s=rng.choice([1.0, 20.0]), max_moves=rng.randint(1, 4))
-    fleet = Fleet(engines, items, rules, guess=lambda i: wrong[i.name] * (i.needs - i.made))
+    fleet = Fleet(
+        engines, items, rules, preempt_takes=rng.choice([0.5, 3.0]), guess=lambda i: wrong[i.name] * (i.needs - i.made)
+    )
     fleet.run(2_000.0)
     assert all(i.ended is not None for i in items), (seed, [i for i in items if i.ended is None])
     asked = [a for a in fleet.decisions if isinstance(a, Preempt) and a.reason.code in ("QUANTUM", "REHOME")]

@@ -113,7 +113,7 @@ def test_laws_of_every_plan(accelerators, observed, rules, steps, bound):
         assert f"{present.trainers} training / {present.rollout_count} rollout" in move.reason.text
 
 
-@settings(max_examples=30)
+@settings(max_examples=12)
 @given(
     st.integers(0, 10_000), st.floats(0.0, 60.0), st.integers(1, 4), st.floats(20.0, 300.0), st.integers(1, 3)
 )  # fmt: skip

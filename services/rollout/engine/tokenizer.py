@@ -14,7 +14,12 @@ class FastCodec:
 
     def encode(self, text: str) -> list[int]:
         """Ids of plain text, without any token added."""
-        return list(self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)) if text else []
+        if not text:
+            return []
+        # the tokenizer's own backend: the wrapper's encode builds tables of masks and offsets for each tool's output
+        fast = self._tokenizer.backend_tokenizer
+        fast.encode_special_tokens = True
+        return list(fast.encode(text, add_special_tokens=False).ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids, special tokens left out."""
