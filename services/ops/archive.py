@@ -168,17 +168,17 @@ class Archive:
         """Lines of samples.jsonl."""
         return self._optional("samples.jsonl")
 
-    @cached_property
+    @property
     def demo(self) -> dict[str, Any]:
         """What was asked for."""
         return self._document("demo.json")
 
-    @cached_property
+    @property
     def summary(self) -> dict[str, Any]:
         """The summary, once written."""
         return self._document("summary.json")
 
-    @cached_property
+    @property
     def verdict(self) -> dict[str, Any]:
         """The checker's verdict, once written."""
         return self._document("verdict.json")

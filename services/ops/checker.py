@@ -66,8 +66,9 @@ class Verdict:
 
 
 def check(archive: Archive | str | Path, *, rescore: bool = True) -> Verdict:
-    """Judges a run by its archive or folder; ConfigError if its records are missing or damaged. `rescore=False` leaves out the
-    re-scoring of moved trajectories, which needs torch.
+    """Judges a run by its archive or folder; ConfigError if its records are missing or damaged.
+
+    `rescore=False` leaves out the re-scoring of moved trajectories, which needs torch.
     """
     started = time.monotonic()
     archive = archive if isinstance(archive, Archive) else Archive(archive)

@@ -58,7 +58,9 @@ def training(job: Job, blobs: BlobStore) -> wire.Run:
     tasks = workload.training_tasks(job.seed, job.steps * GROUPS, job.drift)
     run = _run(job, wire.RUN_KIND_TRAIN, GROUP_SIZE, str(job.model), tasks, blobs, f"{TRAIN}-{job.seed}")
     run.algorithm.name = "grpo"
-    run.algorithm.settings.update({"learning_rate": LEARNING_RATE, "checkpoint_every": CHECKPOINT_EVERY, "kl_coef": KL_COEFFICIENT})
+    run.algorithm.settings.update(
+        {"learning_rate": LEARNING_RATE, "checkpoint_every": CHECKPOINT_EVERY, "kl_coef": KL_COEFFICIENT}
+    )
     run.staleness.max_versions = MAX_VERSIONS
     run.batch.CopyFrom(wire.BatchSize(groups=GROUPS))
     return run

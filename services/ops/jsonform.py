@@ -10,7 +10,7 @@ from datetime import datetime
 from functools import cache
 from typing import Any, TypeVar
 
-from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.descriptor import FieldDescriptor
 
 from services.common import wire
 
@@ -34,7 +34,7 @@ def parse(row: Mapping[str, Any], make: type[M]) -> M:
         raise wire.ParseError(f"not a {make.DESCRIPTOR.name}: {error}") from error
 
 
-def _convert(descriptor: Descriptor, row: Mapping[str, Any]) -> dict[str, Any]:
+def _convert(descriptor: Any, row: Mapping[str, Any]) -> dict[str, Any]:
     plan = _plan(descriptor)
     fields: dict[str, Any] = {}
     for name, value in row.items():
@@ -44,7 +44,7 @@ def _convert(descriptor: Descriptor, row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @cache
-def _plan(descriptor: Descriptor) -> dict[str, Convert | None]:
+def _plan(descriptor: Any) -> dict[str, Convert | None]:
     return {field.name: _converter(field) for field in descriptor.fields}
 
 
@@ -71,7 +71,7 @@ def _single(field: FieldDescriptor) -> Convert | None:
     return None
 
 
-def _message(descriptor: Descriptor) -> Convert:
+def _message(descriptor: Any) -> Convert:
     match descriptor.full_name:
         case "google.protobuf.Timestamp":
             return timestamp

@@ -34,7 +34,7 @@ class Grpo:
     checkpoint_every: int = 10
     """Steps between checkpoints; bounds the redo log."""
     micro_batch_tokens: int = 2048
-    """Tokens of one forward and backward pass, padding included. The default suits a CPU's caches; raise it on a GPU."""
+    """Tokens of one forward and backward pass, padding included. The default suits a CPU's caches; a GPU wants more."""
     steps: int = 0
     """Steps in all; 0 = until the run's tasks are exhausted."""
     proximal: bool = False

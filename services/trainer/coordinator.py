@@ -124,6 +124,10 @@ class Coordinator:
             request.checkpoint.CopyFrom(checkpoint)
         self._call(self._work.PublishWeights, request)
 
+    def runs(self) -> list[wire.Run]:
+        """All runs, also those that are over."""
+        return [r.run for r in self._list("", wire.RESOURCE_KIND_RUN)]
+
     def versions(self, run: str) -> list[wire.WeightVersion]:
         """All weight versions of the run."""
         return [r.weight_version for r in self._list(run, wire.RESOURCE_KIND_WEIGHT_VERSION)]
@@ -139,9 +143,9 @@ class Coordinator:
         ]
         return sorted(found, key=lambda m: m.base_version.number)
 
-    def _list(self, run: str, kind: "wire.ResourceKind.ValueType") -> Iterator[wire.Resource]:
+    def _list(self, prefix: str, kind: "wire.ResourceKind.ValueType") -> Iterator[wire.Resource]:
         request = wire.ListResourcesRequest(
-            selector=wire.Selector(kinds=[kind], name_prefix=run), page_size=PAGE_RESOURCES
+            selector=wire.Selector(kinds=[kind], name_prefix=prefix), page_size=PAGE_RESOURCES
         )
         for _ in range(MAX_RESOURCES // PAGE_RESOURCES):
             answer: wire.ListResourcesResponse = self._call(self._admin.ListResources, request)

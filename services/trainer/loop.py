@@ -56,6 +56,8 @@ class TrainingLoop:
         self._finished: set[str] = set()
         self._head = Version(1, 0)
         self._roster: wire.Roster = wire.Roster()
+        self._looked = False
+        self._ended_run: wire.Run | None = None
         self._speaks = False
         self._committed_at = 0.0
         self._refusals: dict[str, int] = {}
@@ -146,7 +148,7 @@ class TrainingLoop:
 
     def _turn(self) -> None:
         """One look at what there is to do, and at most one step."""
-        run = self._around.next_run()
+        run = self._around.next_run() or self._unpublished_run()
         if run is None or run.name in self._finished or self._cordoned.is_set():
             self._leave_group()
             self._set_ready()
@@ -177,6 +179,24 @@ class TrainingLoop:
             self._stop.wait(RECOVERY_RETRY_SECONDS)
         finally:
             self.manifest = ""
+
+    def _unpublished_run(self) -> wire.Run | None:
+        """A run that ended while its last version was committed and its trainer died before publishing it."""
+        if self._looked:
+            return self._ended_run
+        self._looked = True
+        try:
+            over = [
+                r for r in self._desk.runs() if r.state == wire.RUN_STATE_FINISHED and r.kind == wire.RUN_KIND_TRAIN
+            ]
+            for run in over:
+                heads = {Version.of(p.head) for p in run.policies if not p.frozen}
+                committed = [v for v in self._desk.versions(run.name) if v.state == wire.VERSION_STATE_COMMITTED]
+                if any(Version.of(v.version) in heads for v in committed):
+                    self._ended_run = run
+        except LibraError as error:
+            _log.warning("runs could not be looked through", error=str(error))
+        return self._ended_run
 
     def _set_ready(self) -> None:
         if not self.ready.done():

@@ -135,8 +135,9 @@ class FakeScheduler(wire.FleetServiceServicer, wire.TrajectoryServiceServicer, w
         answer.held_for.CopyFrom(wire.duration(time.monotonic() - started))
         if request.desired_revision < self.roster_revision:
             roster = wire.Roster(revision=self.roster_revision, members=list(self.roster.values()))
+            runs = [self.run] if self.run.state == wire.RUN_STATE_ACTIVE else []
             answer.desired.CopyFrom(
-                wire.Desired(revision=self.roster_revision, complete=True, runs=[self.run], roster=roster)
+                wire.Desired(revision=self.roster_revision, complete=True, runs=runs, roster=roster)
             )
         answer.commands.extend(c for c in self.commands[worker] if c.fence.sequence > request.command_sequence)
         return answer
@@ -197,6 +198,9 @@ class FakeScheduler(wire.FleetServiceServicer, wire.TrajectoryServiceServicer, w
             manifest.state = wire.MANIFEST_STATE_COMMITTED
             self.head = step
             self.versions[step] = wire.VERSION_STATE_COMMITTED
+            if step == len(self.steps):
+                # the last trajectory is terminal now, whatever becomes of the weights
+                self.run.state = wire.RUN_STATE_FINISHED
             await self.touch()
         return wire.CommitStepResponse(stamp=self._stamp(), version=wire.VersionRef(lineage=1, number=step))
 
@@ -223,6 +227,9 @@ class FakeScheduler(wire.FleetServiceServicer, wire.TrajectoryServiceServicer, w
     # ---- AdminService
 
     async def ListResources(self, request, context):
+        if list(request.selector.kinds) == [wire.RESOURCE_KIND_RUN]:
+            self.run.policies[0].head.number = self.head
+            return wire.ListResourcesResponse(stamp=self._stamp(), resources=[wire.Resource(run=self.run)])
         assert request.selector.name_prefix == RUN
         if list(request.selector.kinds) == [wire.RESOURCE_KIND_MANIFEST]:
             found = [wire.Resource(manifest=h) for h, _ in self.steps.values()]

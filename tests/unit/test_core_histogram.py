@@ -32,6 +32,10 @@ def test_only_longer_ones_survive_and_none_is_made(tokens, passed):
     surely = sum(EDGES[bin_of(t)] >= passed for t in tokens if bin_of(t) < BINS - 1)
     perhaps = sum(EDGES[bin_of(t) + 1] > passed for t in tokens)
     assert surely - 1e-9 <= left.sum() <= perhaps + 1e-9
+    if passed >= 1 and left.sum() > 1e-9:
+        # counted from there: nothing is left beyond the longest, but for a bin's width
+        (longest,) = histogram.quantiles(left, [1.0])
+        assert longest <= max(1.0, 1.2 * (EDGES[max(bin_of(t) for t in tokens) + 1] - passed))
 
 
 @given(TOKENS, st.lists(st.floats(0, 1), min_size=2, max_size=5).map(sorted))

@@ -26,9 +26,12 @@ CLUSTERS = st.lists(
     max_size=24,
 ).map(lambda rows: [AcceleratorView(f"a{i}", *row) for i, row in enumerate(rows)])
 RATES = st.one_of(st.none(), st.floats(0.0, 1e5), st.just(math.nan), st.just(math.inf))
-MODELS = st.tuples(
-    st.lists(RATES, max_size=3), RATES, RATES, st.one_of(st.none(), st.integers(0, 10**7)), RATES
+BROKEN = st.tuples(st.lists(RATES, max_size=3), RATES, RATES, st.one_of(st.none(), st.integers(0, 10**7)), RATES)
+HEALTHY = st.tuples(
+    st.lists(st.floats(50.0, 500.0), min_size=1, max_size=3), st.sampled_from([0.5, 20.0, 400.0]), st.floats(0.0, 1.0),
+    st.integers(1_000, 9_000), st.none(),
 )  # fmt: skip
+MODELS = st.one_of(HEALTHY, BROKEN)
 RULES = st.builds(
     PlannerSettings,
     confirmations=st.integers(1, 2), min_trainers=st.integers(0, 3), min_rollouts=st.integers(0, 3),
@@ -111,6 +114,34 @@ def test_laws_of_every_plan(accelerators, observed, rules, steps, bound):
         assert move.gain_rate == pytest.approx(known.predict(after, bound).trained_tokens_per_second - here)
         assert move.gain_rate > here * rules.hysteresis
         assert f"{present.trainers} training / {present.rollout_count} rollout" in move.reason.text
+
+
+@pytest.mark.parametrize("parallel", [0.2, 2_000.0], ids=["rollout-bound", "training-bound"])
+@pytest.mark.parametrize("seed", range(12))
+def test_where_one_phase_is_far_too_slow_only_what_may_move_moves(seed, parallel):
+    """One side is short by orders of magnitude; still floors hold and only movable hybrids go, until none is left."""
+    rng = random.Random(seed)
+    here = [
+        AcceleratorView(
+            f"a{i}", rng.choice(["HYBRID", "HYBRID", "CORE_TRAINING", "CORE_ROLLOUT"]),
+            rng.choice(["TRAINER", "ROLLOUT"]), rng.random() < 0.7, rng.randint(0, 2), rng.uniform(0, 9),
+        )
+        for i in range(rng.randint(4, 10))
+    ]  # fmt: skip
+    rules = PlannerSettings(
+        confirmations=1, min_trainers=rng.randint(1, 2), min_rollouts=rng.randint(1, 2), horizon_s=6_000.0
+    )
+    known, went = model_of([100.0, 60.0], parallel, 0.01, 100_000, None), 0
+    for _ in range(20):
+        result = plan(PlanInput(0.0, tuple(here), 1, 50, 50), known, rules, PlannerState())
+        for move in result.moves:
+            item = next(a for a in here if a.name == move.accelerator)
+            assert (item.pool, item.movable) == ("HYBRID", True)
+            here, went = moved(here, move), went + 1
+            assert layout_of(here).trainers >= rules.min_trainers
+            assert layout_of(here).rollout_count >= rules.min_rollouts
+    assert not result.moves, "it comes to rest"
+    assert went <= len(here)
 
 
 @settings(max_examples=12)
