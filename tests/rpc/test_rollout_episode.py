@@ -444,8 +444,8 @@ async def test_a_gone_segment_is_data_loss(make_world, make_engine, tmp_path):
 
 
 async def test_the_running_time_ends_in_a_deadline_never_a_reward(make_world, make_engine):
-    world = await make_world(budget=100_000)
-    engine = await make_engine(FakeCore(script(("a",)), EngineLimits(max_context=1 << 19, chunk_tokens=64)))
+    world = await make_world(budget=20_000_000)
+    engine = await make_engine(FakeCore(script(("a",)), EngineLimits(max_context=1 << 26, chunk_tokens=64)))
     lease = world.lease()
     lease.time_left.CopyFrom(wire.duration(0.05))
     from services.rollout.episode import Episode

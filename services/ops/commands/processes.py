@@ -1,4 +1,4 @@
-"""Commands that run processes here: up, demo."""
+"""Commands that run processes here or judge what they left: up, demo, check."""
 
 import asyncio
 import signal
@@ -136,3 +136,13 @@ def demo(
         json=json, keep=keep,
     )  # fmt: skip
     raise typer.Exit(demonstration.main(options))
+
+
+def check(
+    folder: Annotated[Path, typer.Argument(help="Folder of a demonstration that has ended.")],
+    json: Json = False,
+) -> None:
+    """Judges a finished run from its records, histories and blobs alone."""
+    from services.ops import checker
+
+    raise typer.Exit(checker.main(folder, as_json=json))
