@@ -11,7 +11,6 @@ from pathlib import Path
 
 from services.common import errors
 
-
 PROBE_TRIES = 10
 PROBE_SECONDS = 0.005
 

@@ -24,17 +24,17 @@ LONGEST = 26
 HELDOUT_OPERATIONS = (1, 6)
 """Fewest and most operations of the held-out tasks and of the stationary training mix."""
 
-DRIFT_START = (1, 3)
-DRIFT_END = (5, 9)
+DRIFT_START = (1, 2)
+DRIFT_END = (4, 7)
 HELDOUT_SHARE = 0.3
 """Share of groups that keep the held-out mix while the others drift: a policy trained on long tasks alone forgets
 within ten steps when to stop on short ones."""
 
 TAIL = (16, LONGEST)
 TAIL_SHARE_STATIONARY = 0.02
-TAIL_SHARE_END = 0.08
-LATENCY_START_MS = (5.0, 200.0)
-LATENCY_END_MS = (150.0, 3000.0)
+TAIL_SHARE_END = 0.04
+LATENCY_START_MS = (5.0, 100.0)
+LATENCY_END_MS = (250.0, 4000.0)
 """(p50, p99) of one tool call at the start and at the end of the drift."""
 
 
