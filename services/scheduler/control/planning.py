@@ -2,7 +2,7 @@
 
 import uuid
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from services.common import log, wire
 from services.scheduler.control.decisions import Decision, Decisions
@@ -96,13 +96,9 @@ class Planning:
 
     def propose(self, change: Change, horizon: float | None) -> Plan:
         """A plan that changes nothing: the dry run of an evaluation, kept for an hour."""
-        settings = self._settings
-        if horizon:
-            settings = PlannerSettings(
-                horizon_s=horizon, cooldown_s=0.0, hysteresis=settings.hysteresis, confirmations=1,
-                min_trainers=settings.min_trainers, min_rollouts=settings.min_rollouts, min_steps=settings.min_steps,
-            )  # fmt: skip
-        result = self._evaluate(change, settings, PlannerState(wins=settings.confirmations))
+        # one look is enough for somebody who asks; only the planner itself waits for confirmations
+        settings = replace(self._settings, confirmations=1, horizon_s=horizon or self._settings.horizon_s)
+        result = self._evaluate(change, settings, PlannerState())
         return self._record(change, result, "PROPOSED", settings.horizon_s, "")
 
     # ---- feeding
