@@ -1,6 +1,5 @@
 """Sessions of workers: their begin and end, leases in time, what each worker has, and what that means for its work."""
 
-import uuid
 from dataclasses import dataclass, field
 
 from services.common import errors, log
@@ -165,8 +164,3 @@ def take_over(ledger: Ledger) -> Change:
         # leases are part of the first complete answer to Await of every session
         trajectory.lease_revision = holder.desired_revision if holder else 0
     return change
-
-
-def new_request_id() -> str:
-    """A UUID for a request of our own."""
-    return str(uuid.uuid4())
