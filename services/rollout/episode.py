@@ -29,6 +29,9 @@ from services.rollout.transcript import Cut, Transcript, rebuild
 _log = log.get(__name__)
 T = TypeVar("T")
 
+RECORD_SECONDS = 0.5
+"""Longest that a tool's outcome waits for a report to carry it: most turns end sooner, and one report serves both."""
+
 Report = Callable[[wire.Delta], Awaitable[list[wire.Refusal]]]
 
 
@@ -94,7 +97,11 @@ class Episode:
         self._request = ""
         self._generations = 0
         self._known_sequences = len(lease.sequences)
-        self._recording: asyncio.Task[None] | None = None
+        self._unsent: list[wire.Turn] = []
+        """Tool records that the next report carries."""
+        self._sending = asyncio.Lock()
+        self._late: asyncio.TimerHandle | None = None
+        self._refused: BaseException | None = None
         self._asides: set[asyncio.Task[Any]] = set()
         sampling = run.sampling
         self._sampling = Sampling(
@@ -146,6 +153,8 @@ class Episode:
         finally:
             if timer is not None:
                 timer.cancel()
+            if self._late is not None:
+                self._late.cancel()
             for task in self._asides:
                 task.cancel()
             for line in self._transcript.lines:
@@ -184,8 +193,10 @@ class Episode:
         except Exception as error:  # noqa: BLE001 - a defect met on this item fails this item alone
             _log.error("episode failed", trajectory=self.name, error=repr(error), exc_info=error)
             self._fail(end, wire.FAILURE_CLASS_EPISODE, "INTERNAL", f"{type(error).__name__} in the episode")
-        if self._recording is not None:
-            await self._recording
+        try:
+            await self._send_records()
+        except Failed as error:
+            self._fail(end, error.failure, error.code, error.text)
         return end
 
     def _fail(self, end: wire.TrajectoryEnd, failure: int, code: str, text: str) -> None:
@@ -290,7 +301,10 @@ class Episode:
         return False
 
     async def _record_call(self, call_id: str, said: ToolCall, call: wire.ToolCall) -> None:
-        """Registers a call's outcome as a part of its turn without tokens, while the next turn goes on already."""
+        """Adds a call's outcome as a part of its turn without tokens; the next report carries it, or one of its own.
+
+        Nothing is lost by the delay: until it is registered, whoever goes on asks for the call again, by the same id.
+        """
         assert self._environment is not None
         kind = await self._aside(self._environment.tool_kind(said.tool))
         record = wire.ToolCallRecord(
@@ -307,14 +321,24 @@ class Episode:
             prompt_tokens=last.first_position + last.generated_tokens, tool_calls=[record],
         )  # fmt: skip
         self._transcript.turns.append(turn)
-        if self._recording is not None:
-            await self._recording
-        self._recording = asyncio.create_task(self._send_progress(turns=[turn]))
-        self._recording.add_done_callback(self._recorded)
+        self._unsent.append(turn)
+        if self._late is None:
+            self._late = asyncio.get_running_loop().call_later(RECORD_SECONDS, self._send_late)
+
+    def _send_late(self) -> None:
+        self._late = None
+        if self._unsent:
+            self._spawn(self._send_records()).add_done_callback(self._recorded)
+
+    async def _send_records(self) -> None:
+        """Registers tool records that no report has carried yet."""
+        if self._unsent or self._refused is not None:
+            await self._send_progress(turns=[])
 
     def _recorded(self, task: "asyncio.Task[None]") -> None:
-        if not task.cancelled() and task.exception() is not None:
-            # the lease is gone; whoever awaits the task learns why, generation need not go on until then
+        if not task.cancelled() and (error := task.exception()) is not None:
+            # the next report raises it; generation need not go on until then
+            self._refused = error
             self.interrupt(Interruption.LOST)
 
     # ---- generating
@@ -439,11 +463,21 @@ class Episode:
             message.engine_wait.CopyFrom(wire.duration(outcome.wait_seconds))
             message.engine_time.CopyFrom(wire.duration(outcome.run_seconds))
         transcript.turns.append(message)
-        if self._recording is not None:
-            await self._recording
         await self._send_progress(turns=[message], cut=cut)
 
     async def _send_progress(self, turns: list[wire.Turn], cut: Cut | None = None) -> None:
+        """Reports in the order of the calls: one report of an episode is on its way at a time."""
+        async with self._sending:
+            if self._refused is not None:
+                refused, self._refused = self._refused, None
+                raise refused
+            unsent, self._unsent = self._unsent, []
+            if self._late is not None:
+                self._late.cancel()
+                self._late = None
+            await self._report_progress([*unsent, *turns], cut)
+
+    async def _report_progress(self, turns: list[wire.Turn], cut: Cut | None) -> None:
         lease, transcript = self.lease, self._transcript
         progress = wire.TrajectoryProgress(
             trajectory=self.name, attempt=lease.attempt, lease_epoch=lease.lease_epoch, turns=turns

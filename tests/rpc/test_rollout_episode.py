@@ -1,11 +1,13 @@
 """Episodes against a toy tool environment over gRPC: moved at any token they stay the same, budgets and ends hold."""
 
 import asyncio
+import dataclasses
 
 import numpy as np
 import pytest
 
 from services.common import wire
+from services.rollout import episode as episodes
 from services.rollout.dialect import LibraTags
 from services.rollout.engine.base import EngineLimits, Interruption, Version, Weights
 from services.rollout.engine.fake import EMPTY, CharCodec, FakeCore
@@ -195,6 +197,62 @@ async def test_preempted_during_a_tool_call_the_call_runs_once(make_world, make_
     assert world.ends[-1].WhichOneof("end") == "reward"
     assert world.env.executed == ["1-0", "1-1"]
     assert world.env.answers == ["5"]
+
+
+async def test_a_tools_outcome_travels_with_the_next_turn(make_world, make_engine):
+    world = await make_world()
+    await world.episode(await make_engine(FakeCore(script(*SCRIPT), LIMITS)), LibraTags).run()
+    reports = [[(t.index, t.part) for p in d.progress for t in p.turns] for d in world.deltas if d.progress]
+    assert reports == [[(0, 0)], [(0, 1), (1, 0)], [(1, 1), (2, 0)]]
+
+
+async def test_a_tools_outcome_does_not_wait_for_a_long_turn(make_world, make_engine, monkeypatch):
+    monkeypatch.setattr(episodes, "RECORD_SECONDS", 0.01)
+    world = await make_world()
+    core = FakeCore(script(*SCRIPT), LIMITS)
+    engine = await make_engine(core)
+    world.env.gate.clear()
+    task = asyncio.create_task(world.episode(engine, LibraTags).run())
+    async with asyncio.timeout(10):
+        await world.env.in_call.wait()
+        engine.set_concurrency(0)  # the next turn stays in the queue
+        world.env.gate.set()
+        while not any(t.tool_calls for t in world.turns):
+            await asyncio.sleep(0.005)
+        assert [(t.index, t.part) for t in world.turns] == [(0, 0), (0, 1)]
+        engine.set_concurrency(8)
+        await task
+    assert [(t.index, t.part) for t in world.turns] == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0)]
+    assert world.ends[-1].WhichOneof("end") == "reward"
+
+
+@pytest.mark.parametrize("code", ["STALE_ATTEMPT", "INVALID_FIELD"])
+async def test_a_late_outcome_that_is_refused_ends_the_episode(make_world, make_engine, monkeypatch, code):
+    """As stale: dropped without a word. For its content: the attempt fails, and says so."""
+    monkeypatch.setattr(episodes, "RECORD_SECONDS", 0.01)
+    world = await make_world()
+    engine = await make_engine(FakeCore(script(*SCRIPT), LIMITS))
+    world.env.gate.clear()
+    mine = world.episode(engine, LibraTags)
+    report = mine._place.report
+
+    async def refuse_records(delta: wire.Delta) -> list[wire.Refusal]:
+        if any(t.tool_calls for p in delta.progress for t in p.turns) or (code == "STALE_ATTEMPT" and delta.ends):
+            return [wire.Refusal(name=mine.name, reason=wire.Reason(code=code))]
+        return await report(delta)
+
+    mine._place = dataclasses.replace(mine._place, report=refuse_records)
+    task = asyncio.create_task(mine.run())
+    async with asyncio.timeout(10):
+        await world.env.in_call.wait()
+        engine.set_concurrency(0)
+        world.env.gate.set()
+        await task
+    if code == "STALE_ATTEMPT":
+        assert mine.ended_how == "dropped"
+        assert not world.ends
+    else:
+        assert world.ends[-1].failure.reason.code == code
 
 
 async def test_stop_at_the_turns_end_finishes_the_turn(make_world, make_engine):

@@ -135,9 +135,11 @@ class Observe:
         times.engine += report.engine_seconds
         for answer in report.tool_returns:
             times.tool += answer.seconds
+            # a report may carry the return together with the turn that followed it
+            later = sum(t.generated_tokens for t in report.turns if t.index > answer.turn)
             self.remaining.observe_turn(
-                item.run, item.group, item.name, answer.turn, item.generated_tokens, answer.tool, answer.payload_class,
-                answer.outcome,
+                item.run, item.group, item.name, answer.turn, item.generated_tokens - later, answer.tool,
+                answer.payload_class, answer.outcome,
             )  # fmt: skip
 
     def ended(self, change: Change, item: Trajectory, end: End) -> None:
