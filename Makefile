@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PROTOS := $(wildcard proto/libra/v1/*.proto)
 
-.PHONY: setup demo test test-e2e lint format clean
+.PHONY: setup demo test test-e2e bench lint format clean
 .DELETE_ON_ERROR:
 
 setup: $(VENV)/.ready
@@ -32,6 +32,11 @@ test: lint
 # the whole local cluster: SQLite and a real Postgres, services killed while they work
 test-e2e: setup
 	$(BIN)/python -m pytest -m e2e --timeout 600 tests/e2e
+
+# ratios on this machine; docs/performance.md keeps the figures and says what each is
+bench: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.bench.rollout_engine --sequences 8 20 48 128
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.bench.rollout_service
 
 format: setup
 	$(BIN)/ruff check --fix-only .

@@ -60,6 +60,8 @@ def _describe(error: Any, root: Any, model: type[pydantic.BaseModel], source: st
         return f"{source}:{line}: unknown key {key!r}; {hint}"
     if error["type"] == "missing":
         return f"{source}:{line}: {key!r} is missing; it is required"
+    if not path:  # said of the whole file
+        return f"{source}:{line}: {error['msg'].removeprefix('Value error, ')}"
     found = repr(error["input"])
     return f"{source}:{line}: {key!r}: {error['msg'].removeprefix('Value error, ')} (found {found[:80]})"
 

@@ -25,8 +25,7 @@ from services.common.rpc.status import from_rpc_error
 
 _log = log.get(__name__)
 
-MAX_DELTA_PARTS = 256
-"""Progress entries, ends or results in one report; the contract's bound."""
+MAX_DELTA_BYTES = 2 << 20
 MAX_JOURNAL = 4_096
 PAGE_ITEMS = 2_048
 RETRY_SECONDS = (0.05, 2.0)
@@ -359,16 +358,16 @@ class FleetSession:
             self._removed.clear()
         else:
             size = 0
-            while self._queue and len(futures) < MAX_DELTA_PARTS and size < (2 << 20):
+            while self._queue and size < MAX_DELTA_BYTES and (not futures or _fits(request.delta, self._queue[0][0])):
                 delta, future = self._queue.pop(0)
                 request.delta.MergeFrom(delta)
                 futures.append(future)
                 size += delta.ByteSize()
-            for name in list(self._changed)[:1_024]:
+            for name in list(self._changed)[: wire.DELTA_LIMITS["changed"] - len(request.delta.changed)]:
                 fence, state = self._items[name]
                 request.delta.changed.append(wire.Item(name=name, fence=fence, state=state))
                 del self._changed[name]
-            for name in list(self._removed)[:1_024]:
+            for name in list(self._removed)[: wire.DELTA_LIMITS["removed"] - len(request.delta.removed)]:
                 request.delta.removed.append(name)
                 del self._removed[name]
         if request.WhichOneof("content"):
@@ -486,6 +485,11 @@ def _failed(command: wire.Command, code: str, text: str) -> wire.CommandResult:
     return wire.CommandResult(
         command=command.name, state=wire.COMMAND_STATE_FAILED, reason=wire.Reason(code=code, text=text[:1024])
     )
+
+
+def _fits(delta: wire.Delta, more: wire.Delta) -> bool:
+    """True if both together keep to the contract's bounds."""
+    return all(len(getattr(delta, p)) + len(getattr(more, p)) <= most for p, most in wire.DELTA_LIMITS.items())
 
 
 def item_digest(name: str, fence: int, state: str) -> int:

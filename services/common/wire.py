@@ -40,6 +40,12 @@ from libra.v1.trajectory_service_pb2_grpc import *
 from libra.v1.weights_pb2 import *
 from libra.v1.worker_pb2 import *
 
+DELTA_LIMITS = {
+    "changed": 1_024, "removed": 1_024, "replicas": 64, "progress": 256, "ends": 256, "results": 256,
+    "observations": 64, "incidents": 16,
+}  # fmt: skip
+"""Most entries of each part of one report's Delta, as worker.proto says."""
+
 
 def duration(seconds: float) -> Duration:
     """Makes a Duration of seconds; negative values become zero, since a wait that is over is over."""

@@ -29,6 +29,25 @@ AGENT_GRACE_S = 5.0
 """Beyond the workers' own grace: the agent ends its workers, then its session."""
 
 
+def claim(folder: Path) -> int:
+    """Takes the run folder's lock and returns its descriptor; ConfigError if a launcher that lives has it.
+
+    The kernel lets the lock go with its holder, so what a killed launcher left behind refuses nobody.
+    """
+    fd = os.open(folder / ".launcher", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        pid = os.pread(fd, 32, 0).decode().strip()
+        os.close(fd)
+        raise ConfigError(
+            f"{folder}: a cluster runs here already (launcher process {pid}); stop it or choose another name or run_dir"
+        ) from None
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+    return fd
+
+
 class ClusterFailed(Exception):
     """A process of the cluster could not be started or kept; the message ends with its own last words."""
 
@@ -94,19 +113,7 @@ class Cluster:
     def _claim(self) -> None:
         """One launcher for a run folder: two would write the same files."""
         self.folder.path.mkdir(parents=True, exist_ok=True)
-        fd = os.open(self.folder.path / ".launcher", os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            pid = os.pread(fd, 32, 0).decode().strip()
-            os.close(fd)
-            raise ConfigError(
-                f"{self.folder.path}: a cluster runs here already (launcher process {pid}); stop it or choose another "
-                "name or run_dir"
-            ) from None
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
-        self._lock = fd
+        self._lock = claim(self.folder.path)
 
     def _check_ports(self) -> None:
         clusterfile.check_listen("scheduler.listen", self.config.scheduler.listen)

@@ -8,6 +8,7 @@ explanation. Ctrl-C ends every process.
 import asyncio
 import contextlib
 import json
+import os
 import re
 import signal
 import time
@@ -26,7 +27,7 @@ from services.common.rpc.channel import connect
 from services.ops import checker, checkpoint, clusterfile, jobs, records, report, summary
 from services.ops.archive import Archive
 from services.ops.chaos import COMMIT_PAUSE, CORE_TRAINER, Chaos
-from services.ops.cluster import Cluster, ClusterFailed
+from services.ops.cluster import Cluster, ClusterFailed, claim
 from services.ops.clusterfile import ClusterConfig
 from services.ops.jobs import EVAL_END, EVAL_START, TRAIN, Job
 from services.ops.live import View
@@ -55,7 +56,7 @@ class Options:
     """What was asked for on the command line."""
 
     seed: int = 0
-    steps: int = 20
+    steps: int = 24
     drift: bool = True
     chaos: bool = False
     database: str = ""
@@ -280,8 +281,7 @@ def set_aside(folder: Path) -> None:
         return
     if not (folder / "demo.json").exists():
         raise ConfigError(f"{folder}: not empty, and not a demonstration's folder; choose another --name or --run-dir")
-    if (folder / "cluster.json").exists():
-        raise ConfigError(f"{folder}: a cluster seems to run here; stop it, or choose another --name")
+    os.close(claim(folder))
     when = time.strftime("%Y%m%d-%H%M%S", time.localtime((folder / "demo.json").stat().st_mtime))
     folder.rename(folder.with_name(f"{folder.name}-{when}"))
 

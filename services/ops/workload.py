@@ -24,30 +24,34 @@ LONGEST = 26
 HELDOUT_OPERATIONS = (1, 6)
 """Fewest and most operations of the held-out tasks and of the stationary training mix."""
 
+DRIFT = (0.25, 0.65)
+"""Shares of the run at which the drift begins and is complete."""
 DRIFT_START = (1, 2)
-DRIFT_END = (4, 7)
+DRIFT_END = (3, 6)
 HELDOUT_SHARE = 0.3
 """Share of groups that keep the held-out mix while the others drift: a policy trained on long tasks alone forgets
 within ten steps when to stop on short ones."""
 
-TAIL = (16, LONGEST)
+TAIL = (10, 14)
 TAIL_SHARE_STATIONARY = 0.02
 TAIL_SHARE_END = 0.04
 LATENCY_START_MS = (5.0, 100.0)
-LATENCY_END_MS = (250.0, 4000.0)
+LATENCY_END_MS = (1000.0, 6000.0)
 """(p50, p99) of one tool call at the start and at the end of the drift."""
 
 
 def training_tasks(seed: int, groups: int, drift: bool) -> list[dict[str, Any]]:
     """The task file of a training run: one task for each group, in the order of training.
 
-    With drift, operations move from DRIFT_START to DRIFT_END, latency from LATENCY_START_MS to LATENCY_END_MS and the
-    share of very long episodes (TAIL) from none to TAIL_SHARE_END. Without, the mix is the same throughout.
+    With drift, over the part DRIFT of the run operations move from DRIFT_START to DRIFT_END, latency from LATENCY_START_MS to
+    LATENCY_END_MS and the share of very long episodes (TAIL) from none to TAIL_SHARE_END. Without, the mix is the same
+    throughout: held-out lengths, and the latency half-way.
     """
     rng = random.Random(f"train/{seed}/{drift}")  # noqa: S311 - a workload, no secret
     tasks = []
     for index in range(groups):
-        progress = index / max(1, groups - 1) if drift else 0.0
+        done = index / max(1, groups - 1)
+        progress = min(1.0, max(0.0, done - DRIFT[0]) / (DRIFT[1] - DRIFT[0])) if drift else 0.5
         low, high = HELDOUT_OPERATIONS
         if drift and rng.random() >= HELDOUT_SHARE:
             low, high = (round(bound) for bound in _between(DRIFT_START, DRIFT_END, progress))

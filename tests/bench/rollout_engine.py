@@ -1,6 +1,6 @@
 """Prints tokens per second of the reference engine: bare, and in its thread with episodes' streams beside it.
 
-    OMP_NUM_THREADS=1 python tests/bench/rollout_engine.py [--sequences 64 128] [--requests 400] [--profile]
+    OMP_NUM_THREADS=1 python -m tests.bench.rollout_engine [--sequences 64 128] [--requests 400] [--profile]
 
 A random Qwen3 of the demo's size; generated lengths are drawn, so that newcomers are prefilled all the time. Rates are
 per second of wall clock and of CPU time; the latter holds on a busy machine too. Not a test: it asserts only that what

@@ -45,6 +45,20 @@ async def test_a_group_is_generated_taken_committed_and_published(cluster):
         assert failure.reason == "RUN_NOT_ACTIVE"
 
 
+async def test_a_step_that_all_its_replicas_commit_at_once_is_seen_once(cluster):
+    async with small_fleet(cluster) as (_, trainer, core, hybrid, _spare):
+        await cluster.create_run("r", group_size=2, batch=wire.BatchSize(groups=1))
+        names = []
+        for step in range(1, 9):
+            await cluster.submit("runs/r", 1)
+            manifest = (await cluster.take(trainer, step)).manifest
+            names.append(manifest.name)
+            versions = await asyncio.gather(*(cluster.commit(trainer, manifest) for _ in range(8)))
+            assert {(v.lineage, v.number) for v in versions} == {(1, step)}
+            await cluster.publish(trainer, versions[0])
+        assert [s.manifest for s in cluster.scheduler.cycle.observe.steps] == names
+
+
 async def test_weights_are_prepared_then_switched_on_every_engine(cluster):
     async with small_fleet(cluster) as (_, trainer, core, hybrid, _spare):
         await cluster.create_run("r", group_size=2, batch=wire.BatchSize(groups=2))

@@ -263,3 +263,14 @@ def test_the_chosen_split_is_the_best_of_all_within_the_floors(
         assert after.trainers >= min_trainers
         assert after.rollout_count >= min_rollouts
         assert known.predict(after, 2).trained_tokens_per_second > result.present.prediction.trained_tokens_per_second
+
+
+def test_a_move_must_pay_before_the_run_ends():
+    known = model(parallel=8.0, serial=0.0, rates=((0, 1_000.0), (1, 700.0)), tokens=4_000)
+    long = plan(given_(cluster()), known, AT_ONCE, PlannerState())
+    assert [m.to_role for m in long.moves] == ["TRAINER"]
+    again = plan(given_(cluster(), steps_left=20.0), known, AT_ONCE, PlannerState())
+    assert again.moves[0].gain_tokens == pytest.approx(long.moves[0].gain_tokens), "160 s are left: the whole horizon"
+    short = plan(given_(cluster(), steps_left=0.1), known, AT_ONCE, PlannerState())
+    assert not short.moves
+    assert short.reason.code == "BALANCED"

@@ -3,6 +3,7 @@
 import asyncio
 import io
 import json
+import os
 import signal
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ from services.common import wire
 from services.common.errors import ConfigError, LibraError
 from services.ops import chaos, demo, jobs, live
 from services.ops.chaos import Chaos
+from services.ops.cluster import claim
 from services.ops.demo import Options
 
 
@@ -253,6 +255,19 @@ def test_an_earlier_demonstration_is_set_aside_and_another_folder_is_not_touched
     with pytest.raises(ConfigError, match="not empty, and not a demonstration's folder"):
         demo.set_aside(other)
     assert (other / "chapter.txt").exists()
+
+
+def test_what_a_killed_launcher_left_is_set_aside_and_a_live_ones_folder_is_refused(tmp_path):
+    old = tmp_path / "demo"
+    old.mkdir()
+    for name in ("demo.json", "cluster.json", ".launcher"):
+        (old / name).write_text("{}")
+    lock = claim(old)
+    with pytest.raises(ConfigError, match=rf"a cluster runs here already \(launcher process {os.getpid()}\)"):
+        demo.set_aside(old)
+    os.close(lock)  # as the kernel does when its holder is killed
+    demo.set_aside(old)
+    assert not old.exists()
 
 
 def test_a_bad_name_is_refused_before_anything_starts():

@@ -16,7 +16,6 @@ _log = log.get(__name__)
 
 AWAIT_SLACK_SECONDS = 1.0
 """An Await is answered this long before its deadline, so that the answer arrives in time."""
-MAX_PARTS = 256
 
 
 class FleetService(wire.FleetServiceServicer):
@@ -126,11 +125,9 @@ class FleetService(wire.FleetServiceServicer):
 
     def _delta(self, change: Change, session: Session, delta: wire.Delta) -> list[wire.Refusal]:
         """Applies each part by itself; what is stale or wrong is named and left out."""
-        for part in ("progress", "ends", "results"):
-            if len(getattr(delta, part)) > MAX_PARTS * 2:
-                raise errors.invalid_field(
-                    f"{part}: {len(getattr(delta, part))} entries; at most {MAX_PARTS} in one report"
-                )
+        for part, most in wire.DELTA_LIMITS.items():
+            if len(getattr(delta, part)) > most:
+                raise errors.invalid_field(f"{part}: {len(getattr(delta, part))} entries; at most {most} in one report")
         refusals: list[wire.Refusal] = []
         holdings = self._cycle.holds.of(session.name)
         for item in delta.changed:

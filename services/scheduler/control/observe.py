@@ -35,6 +35,7 @@ class Step:
     replicas: int
     generated: int
     run: str
+    manifest: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,9 +156,13 @@ class Observe:
         self.ends.append(Ended(change.at, item.generated_tokens, item.turns_done, times.tool, times.engine))
 
     def committed(self, manifest: Manifest, replicas: int, generated: int) -> None:
-        """A step counts."""
+        """A step counts. Each of its replicas says so, often at the same moment: the first word counts."""
+        if any(s.manifest == manifest.name for s in self.steps):
+            return
         now = self._ledger.clock.monotonic()
-        self.steps.append(Step(now, manifest.step, manifest.trainable_tokens, replicas, generated, manifest.run))
+        self.steps.append(
+            Step(now, manifest.step, manifest.trainable_tokens, replicas, generated, manifest.run, manifest.name)
+        )
 
     # ---- questions
 

@@ -1,5 +1,6 @@
 """The planner at work: feeds the cost model, evaluates now and then, starts what pays, and judges it afterwards."""
 
+import math
 import uuid
 from collections import deque
 from dataclasses import dataclass, replace
@@ -105,7 +106,11 @@ class Planning:
 
     def _feed(self, change: Change) -> None:
         steps = self._observe.steps
-        fresh = [s for s in steps if s.at > self._sampled.get("steps", 0.0)]
+        before = self._sampled.get("steps", 0.0)
+        fresh = [s for s in steps if s.at > before]
+        if fresh and before and self.model.ready and self._steps_seen - self._steps_at_move > 1:
+            predicted = self.model.predict(planner.layout_of(self._views(change)), self._max_versions(change))
+            self.model.observe_step_seconds(predicted.step_seconds, (fresh[-1].at - before) / len(fresh))
         for step in fresh:
             self._sampled["steps"] = step.at
             self._steps_seen += 1
@@ -169,6 +174,26 @@ class Planning:
                 return run.name
         return None
 
+    def _steps_left(self, change: Change) -> float:
+        """Steps that the task files of the runs in training still hold; infinite where groups come from clients."""
+        left = 0.0
+        for run in change.fleet.runs.values():
+            if run.kind != "TRAIN" or run.state != "ACTIVE":
+                continue
+            if not run.task_lines:
+                return math.inf
+            tasks = (run.task_epochs - run.cursor_epoch) * run.task_lines - run.cursor_position
+            open_groups = sum(
+                g.run == run.name and g.state in ("OPEN", "CLOSED", "BATCHED") for g in change.fleet.groups.values()
+            )
+            left += (max(0, tasks) + open_groups) / max(1, run.batch_groups)
+        return left
+
+    def _max_versions(self, change: Change) -> int:
+        """The staleness bound of the run in training; 0 without one."""
+        runs = (r for r in change.fleet.runs.values() if r.kind == "TRAIN" and r.state == "ACTIVE")
+        return max((r.max_versions for r in runs), default=0)
+
     def _views(self, change: Change) -> list[AcceleratorView]:
         fleet, views = change.fleet, []
         for accelerator in fleet.accelerators.values():
@@ -189,16 +214,16 @@ class Planning:
 
     def _evaluate(self, change: Change, settings: PlannerSettings, state: PlannerState | None = None) -> PlanResult:
         fleet = change.fleet
-        run = next((r for r in fleet.runs.values() if r.kind == "TRAIN" and r.state == "ACTIVE"), None)
         busy = any(r.state not in REASSIGNMENT.terminal for r in fleet.reassignments.values())
         given = planner.PlanInput(
             now=change.at,
             accelerators=self._views(change),
-            max_versions=run.max_versions if run is not None else 0,
+            max_versions=self._max_versions(change),
             steps_seen=self._steps_seen,
             steps_since_move=self._steps_seen - self._steps_at_move,
             last_moves=tuple(self._moves),
             busy=busy,
+            steps_left=self._steps_left(change),
         )
         return planner.plan(given, self.model, settings, state or self._state)
 
@@ -220,15 +245,15 @@ class Planning:
         self._unjudged.append(Unjudged(item))
         _log.info("move", accelerator=move.accelerator, to=move.to_role, why=move.reason.text)
 
-    def _rate(self) -> float:
-        """Trained tokens per second over the last steps."""
-        recent = list(self._observe.steps)[-SETTLE_STEPS - 1 :]
+    def _rate(self, commits: int = SETTLE_STEPS + 1) -> float:
+        """Trained tokens per second between the first and the last of the newest `commits` commits."""
+        recent = list(self._observe.steps)[-commits:]
         if len(recent) < 2:
             return 0.0
         return sum(s.tokens for s in recent[1:]) / max(1e-6, recent[-1].at - recent[0].at)
 
     def _judge_moves(self, change: Change) -> None:
-        """Records the observed rate once SETTLE_STEPS steps were taken after the move ended."""
+        """Records the observed rate over SETTLE_STEPS steps after the move ended, or what the run had left of them."""
         left = []
         for move in self._unjudged:
             item = move.item
@@ -240,10 +265,11 @@ class Planning:
             if move.ended_at_step is None:
                 move.ended_at_step = self._steps_seen
                 self.model.observe_handover(item.targets[0].role, item.end_time - item.create_time)
-            if self._steps_seen - move.ended_at_step <= SETTLE_STEPS:
+            seen = self._steps_seen - move.ended_at_step
+            if seen <= SETTLE_STEPS and (self._training_run() is not None or seen < 2):
                 left.append(move)
                 continue
-            item.rate_after = self._rate()
+            item.rate_after = self._rate(min(seen, SETTLE_STEPS + 1))
             change.put(item)
             gain = item.rate_after - item.rate_before
             change.record(

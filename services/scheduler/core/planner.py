@@ -6,7 +6,7 @@ budgets are carried by replicas but fixed here; searching them jointly belongs t
 
 A move is proposed only if
 
-    gain (tokens per second more x horizon)  >  cost x (1 + hysteresis)
+    gain (tokens per second more x horizon)  >  cost x (1 + hysteresis)      horizon: at most what is left of the run
     cost = hand-over seconds x what the moving accelerator contributes + a pause of the trainers
 
 and only after enough steps were seen, outside the cool-down, within the moves that the window allows, above the
@@ -14,6 +14,7 @@ floors, and if the same direction won `confirmations` evaluations in a row: nois
 accelerator moves at a time; the next evaluation sees what that did.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -67,6 +68,8 @@ class PlanInput:
     """Times of the moves within the window."""
     busy: bool = False
     """A hand-over is under way."""
+    steps_left: float = math.inf
+    """Training steps until the run's tasks are used up: a move has no longer than these to pay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +243,7 @@ def _move(given: PlanInput, here: Alternative, model: CostModel, settings: Plann
     """The best single move, if its gain exceeds its cost by the hysteresis."""
     found: list[MoveProposal] = []
     rate = here.prediction.trained_tokens_per_second
+    horizon = min(settings.horizon_s, given.steps_left * here.prediction.step_seconds)
     tried: set[tuple[str, int]] = set()
     for item in sorted(given.accelerators, key=lambda a: (a.since, a.name)):
         if item.pool != "HYBRID" or not item.movable or item.role not in ("ROLLOUT", "TRAINER"):
@@ -260,12 +264,12 @@ def _move(given: PlanInput, here: Alternative, model: CostModel, settings: Plann
         share = 1.0 / max(1, here.layout.trainers if item.role == "TRAINER" else here.layout.rollout_count)
         seconds = model.handover(to_role)
         cost = seconds * rate * share + REGROUP_S * rate
-        gain = gain_rate * settings.horizon_s
+        gain = gain_rate * horizon
         if gain <= cost * (1 + settings.hysteresis) or gain_rate <= rate * settings.hysteresis:
             continue
         text = (
             f"{_words(here.layout)} gives {rate:.0f} tokens/s ({_times(here.prediction)}); {_words(layout)} would "
-            f"give {new.trained_tokens_per_second:.0f}: {gain:.0f} tokens more in {settings.horizon_s:.0f} s for "
+            f"give {new.trained_tokens_per_second:.0f}: {gain:.0f} tokens more in {horizon:.0f} s for "
             f"{cost:.0f}"
         )
         numbers = {
@@ -273,7 +277,7 @@ def _move(given: PlanInput, here: Alternative, model: CostModel, settings: Plann
             "cost_tokens": cost,
             "tokens_per_s": rate,
             "predicted_tokens_per_s": new.trained_tokens_per_second,
-            "horizon_s": settings.horizon_s,
+            "horizon_s": horizon,
         }
         found.append(MoveProposal(item.name, item.role, to_role, gain_rate, gain, cost, Reason("GAIN", text, numbers)))
     return max(found, key=lambda m: m.gain_tokens - m.cost_tokens) if found else None
