@@ -56,7 +56,7 @@ class Options:
     """What was asked for on the command line."""
 
     seed: int = 0
-    steps: int = 24
+    steps: int = 20
     drift: bool = True
     chaos: bool = False
     database: str = ""

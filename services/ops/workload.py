@@ -36,16 +36,16 @@ TAIL = (10, 14)
 TAIL_SHARE_STATIONARY = 0.02
 TAIL_SHARE_END = 0.04
 LATENCY_START_MS = (5.0, 100.0)
-LATENCY_END_MS = (1000.0, 6000.0)
+LATENCY_END_MS = (600.0, 4000.0)
 """(p50, p99) of one tool call at the start and at the end of the drift."""
 
 
 def training_tasks(seed: int, groups: int, drift: bool) -> list[dict[str, Any]]:
     """The task file of a training run: one task for each group, in the order of training.
 
-    With drift, over the part DRIFT of the run operations move from DRIFT_START to DRIFT_END, latency from LATENCY_START_MS to
-    LATENCY_END_MS and the share of very long episodes (TAIL) from none to TAIL_SHARE_END. Without, the mix is the same
-    throughout: held-out lengths, and the latency half-way.
+    With drift, over the part DRIFT of the run operations move from DRIFT_START to DRIFT_END, latency from
+    LATENCY_START_MS to LATENCY_END_MS and the share of very long episodes (TAIL) from none to TAIL_SHARE_END. Without,
+    the mix is the same throughout: held-out lengths, and the latency half-way.
     """
     rng = random.Random(f"train/{seed}/{drift}")  # noqa: S311 - a workload, no secret
     tasks = []

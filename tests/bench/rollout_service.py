@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import json
 import logging
+import random
 import statistics
 import sys
 import tempfile
@@ -48,9 +49,7 @@ def cluster(folder: Path, sequences: int) -> ClusterConfig:
 async def service(sequences: int, tasks: int, operations: int) -> tuple[float, float, float]:
     """Tokens per second over the middle of the run, mean turns and mean tokens of an episode."""
     with tempfile.TemporaryDirectory() as folder:
-        config = cluster(Path(folder) / "run", sequences)
-        Path(config.run_dir).mkdir()
-        started = Cluster(config)
+        started = Cluster(cluster(Path(folder) / "run", sequences))
         try:
             await started.start()
             await started.wait_workers(60.0)
@@ -68,8 +67,6 @@ async def service(sequences: int, tasks: int, operations: int) -> tuple[float, f
 
 def work(tasks: int, operations: int) -> list[dict[str, object]]:
     """Tasks of one length, without latency of the tool."""
-    import random
-
     rng = random.Random(0)
     made = []
     for _ in range(tasks):

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,6 +46,22 @@ def test_the_main_job_loses_nothing_on_either_database(database: str, tmp_path: 
     options = ["--database", database] if database else []
     summary = demo(tmp_path / "run", "--steps", "4", *options)
     assert_nothing_lost(summary, 4)
+
+
+def test_the_main_job_learns_preempts_and_moves_accelerators_both_ways(tmp_path: Path) -> None:
+    """The default job, as `make demo` runs it; the moves are the planner's, on a machine with little else to do."""
+    summary: Any = demo(tmp_path / "run", limit=800)
+    assert_nothing_lost(summary, 20)
+    assert summary["eval_reward_start"] <= 0.62, summary
+    assert summary["eval_reward_end"] >= 0.85, summary
+    assert summary["preemptions"]["cmlfq"] >= 1, summary
+    assert summary["preempted_resumed"] >= summary["preemptions"]["cmlfq"], summary
+    assert summary["reassignments"]["to_training"] >= 1, summary
+    assert summary["reassignments"]["to_rollout"] >= 1, summary
+    for move in summary["reassignment_list"]:
+        assert move["asked_by"] == "planner", summary
+        assert move["predicted_gain_tokens_per_s"] > 0, summary
+        assert move["observed_gain_tokens_per_s"] is not None, summary
 
 
 def test_services_killed_in_the_middle_lose_nothing(tmp_path: Path) -> None:

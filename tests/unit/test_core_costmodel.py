@@ -4,10 +4,10 @@ import dataclasses
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from services.scheduler.core.costmodel import ALPHA, LOSS_PER_REPLICA, NEVER_S, CostModel, Layout, Mean
+from services.scheduler.core.costmodel import ALPHA, LOSS_PER_REPLICA, MAX_LOSS, NEVER_S, CostModel, Layout, Mean
 
 BAD = st.sampled_from([math.nan, math.inf, -math.inf, -1.0])
 ANY = st.one_of(st.floats(0.0, 1e12), BAD)
@@ -103,6 +103,30 @@ def test_what_was_observed_is_predicted_for_the_same_replicas(parallel, serial, 
     assert guess.train_seconds == pytest.approx(parallel + serial)
     one = parallel * replicas / (1 + LOSS_PER_REPLICA * (replicas - 1))
     assert known.predict(Layout(1, ((0, 1),)), 0).train_seconds == pytest.approx(one + serial)
+
+
+@given(st.floats(0.1, 100.0), st.floats(0.0, 0.5), st.integers(1, 4), st.integers(1, 4))
+def test_what_a_replica_loses_is_learnt_when_their_number_changes(alone, loss, before, after):
+    assume(before != after)
+    known = CostModel()
+    for replicas in (before, after):
+        for _ in range(5):
+            known.observe_training(alone / replicas * (1 + loss * (replicas - 1)), 0.0, replicas)
+    assert known.replica_loss == pytest.approx(loss, abs=1e-6)
+    for replicas in range(1, 6):
+        expected = alone / replicas * (1 + loss * (replicas - 1))
+        assert known.predict(Layout(replicas, ((0, 1),)), 0).train_seconds == pytest.approx(expected, rel=1e-6)
+
+
+@given(st.lists(st.tuples(st.floats(1e-3, 1e3), st.integers(1, 8)), max_size=40))
+def test_whatever_is_read_the_loss_stays_believable(readings):
+    known = CostModel()
+    for seconds, replicas in readings:
+        known.observe_training(seconds, 0.0, replicas)
+    assert 0.0 <= known.replica_loss <= MAX_LOSS
+    if readings:
+        times = [known.predict(Layout(n, ((0, 1),)), 0).train_seconds for n in range(1, 9)]
+        assert times == sorted(times, reverse=True)
 
 
 def test_a_level_never_seen_takes_the_mean_of_the_others():

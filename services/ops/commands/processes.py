@@ -119,7 +119,7 @@ def _brief(message: str) -> str:
 
 def demo(
     seed: Annotated[int, typer.Option("--seed", help="Seed of tasks, sampling and training.")] = 0,
-    steps: Annotated[int, typer.Option("--steps", min=1, help="Training steps at most.")] = 24,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Training steps at most.")] = 20,
     no_drift: Annotated[bool, typer.Option("--no-drift", help="A workload that does not drift.")] = False,
     chaos: Annotated[bool, typer.Option("--chaos", help="Kill services while it runs.")] = False,
     database: Annotated[str, typer.Option("--database", help="Database URL; default SQLite in the run folder.")] = "",

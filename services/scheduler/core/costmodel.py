@@ -4,14 +4,16 @@ Rollout and training run side by side (asynchronous within the staleness bound),
 
     T = max(T_rollout, T_train, T_tail / (K + 1))
     T_rollout = G / sum over levels (n_l * c_l)         G: generated tokens of a step
-    T_train   = S + W / n * (1 + LOSS_PER_REPLICA * (n - 1))
+    T_train   = S + W / n * (1 + L * (n - 1))           L: share of training time that each further replica loses
     T_tail    = serial time of the longest trajectory
 
 c_l, tokens per second of one replica of level l, is a rate over how full the replica was (core/occupancy.py says what
 full slots would yield, so that a replica waiting for tools is full though its device idles). W, the
 parallel seconds of a step on one trainer (log-probabilities, forward, backward), and S, the serial rest (fetch, reduce,
-commit, publish), come from the trainers' phase counters. Tokens per step, G, W and S follow the last steps with an
-exponential mean, so the drift of the workload is in them; a level never seen takes the mean rate of the others.
+commit, publish), come from the trainers' phase counters; L from their seconds together before and after the number of
+trainers changed: a step has the same number of sequences, so that the drift over a few steps matters little. Tokens per
+step, G, W and S follow the last steps with an exponential mean, so the drift of the workload is in them; a level never
+seen takes the mean rate of the others.
 """
 
 import math
@@ -21,7 +23,11 @@ from dataclasses import dataclass, field
 ALPHA = 0.3
 """Weight of the newest observation: about the last five steps count."""
 LOSS_PER_REPLICA = 0.05
-"""Share of training time lost for each further data-parallel replica, until measured: reduction and imbalance."""
+"""L until the number of trainers has changed: reduction and imbalance."""
+MAX_LOSS = 0.5
+"""Largest L believed: two replicas are then as fast as 1.3."""
+LOSS_READINGS = 4
+"""Readings (one of each trainer in each step) before and after a change of the number of trainers that teach L."""
 MIN_UTILISATION = 0.05
 """Below this an engine's rate says nothing about its capacity."""
 DEFAULT_HANDOVER_S = 5.0
@@ -81,11 +87,17 @@ class CostModel:
     tokens_per_step: Mean = field(default_factory=Mean)
     generated_per_step: Mean = field(default_factory=Mean)
     parallel_seconds: Mean = field(default_factory=Mean)
+    loss: Mean = field(default_factory=Mean)
     serial_seconds: Mean = field(default_factory=Mean)
     tail_seconds: Mean = field(default_factory=Mean)
     handover_seconds: dict[str, Mean] = field(default_factory=dict)
     error: Mean = field(default_factory=Mean)
     """Relative error of predicted step times against observed ones."""
+    _crew: int = 0
+    _crew_seconds: Mean = field(default_factory=Mean)
+    """Seconds of all `_crew` trainers together in a step, since there are so many."""
+    _before: tuple[int, float] | None = None
+    """The crew before that, and its seconds."""
 
     def observe_rollout(self, level: int, tokens_per_second: float, utilisation: float) -> None:
         """One replica's rate over the last report interval, and how full it was."""
@@ -101,9 +113,32 @@ class CostModel:
         """One trainer's seconds in a step, with this many replicas at work (0 teaches nothing)."""
         if replicas < 1:
             return
-        scale = 1 + LOSS_PER_REPLICA * (replicas - 1)
-        self.parallel_seconds.add(parallel_seconds * replicas / scale)
+        self._learn_loss(parallel_seconds * replicas, replicas)
+        self.parallel_seconds.add(parallel_seconds * replicas / (1 + self.replica_loss * (replicas - 1)))
         self.serial_seconds.add(serial_seconds)
+
+    @property
+    def replica_loss(self) -> float:
+        """L, measured or supposed."""
+        return LOSS_PER_REPLICA if self.loss.value is None else self.loss.value
+
+    def _learn_loss(self, seconds: float, replicas: int) -> None:
+        if not (math.isfinite(seconds) and seconds > 0):
+            return
+        if replicas != self._crew:
+            known = self._crew_seconds
+            self._before = (self._crew, known.value) if known.value and known.count >= LOSS_READINGS else None
+            self._crew, self._crew_seconds = replicas, Mean()
+        self._crew_seconds.add(seconds)
+        if self._before is None or self._crew_seconds.count != LOSS_READINGS:
+            return
+        (few, least), (many, most) = sorted([self._before, (replicas, self._crew_seconds.value or 0.0)])
+        # most / least = (1 + L (many - 1)) / (1 + L (few - 1)), solved for L
+        ratio = most / least
+        rest = (many - 1) - ratio * (few - 1)
+        measured = (ratio - 1) / rest if rest > 0 else MAX_LOSS
+        self.loss.add(min(MAX_LOSS, max(0.0, measured)))
+        self.parallel_seconds = Mean()  # what is in it was scaled by another L
 
     def observe_tail(self, seconds: float) -> None:
         """Serial time of the longest trajectory of a step, its waiting in queues left out."""
@@ -149,4 +184,4 @@ class CostModel:
         if trainers <= 0:
             return NEVER_S
         parallel, serial = self.parallel_seconds.value or 0.0, self.serial_seconds.value or 0.0
-        return min(NEVER_S, serial + parallel / trainers * (1 + LOSS_PER_REPLICA * (trainers - 1)))
+        return min(NEVER_S, serial + parallel / trainers * (1 + self.replica_loss * (trainers - 1)))
