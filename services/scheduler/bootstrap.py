@@ -10,7 +10,7 @@ from services.common.clock import SystemClock
 from services.common.rpc.server import RunningServer, serve
 from services.common.supervise import Tasks
 from services.scheduler.api.admin import AdminService
-from services.scheduler.api.contract import NAMES, add_to_server
+from services.scheduler.api.contract import NAMES, add_to_server, check
 from services.scheduler.api.fleet import FleetService
 from services.scheduler.api.idempotency import Idempotency
 from services.scheduler.api.placement import PlacementService
@@ -66,6 +66,7 @@ class Scheduler:
             self._config.listen,
             service_names=NAMES,
             ready_file=self._config.ready_file,
+            check=check,
         )
         self._tasks.start("cycle", cycle.run())
         self._tasks.start("prune", cycle.prune(store))

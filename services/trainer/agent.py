@@ -202,7 +202,7 @@ class TrainerAgent:
         settings = self._config.collective
         times = Times(
             settings.timeout_s, settings.quorum_timeout_s, settings.connect_timeout_s,
-            settings.heartbeat_interval_ms / 1000,
+            settings.heartbeat_interval_ms / 1000, settings.rejoin_s,
         )  # fmt: skip
         return TorchftCollective(
             settings.lighthouse, grant.worker, grant.generation,

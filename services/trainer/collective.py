@@ -4,6 +4,8 @@ torchft's step counter is our version (lineage and number in one integer), so th
 state. It does not decide whether a step counts: CommitStep does.
 """
 
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -96,6 +98,9 @@ class Times:
     quorum: float = 5.0
     connect: float = 3.0
     heartbeat_interval: float = 0.1
+    rejoin: float = 1.5
+    """Pause after leaving, longer than the lighthouse's heartbeat timeout: until then it takes the former self, whose
+    request it still holds, for a replica that lives, and would pair the newcomer with its own ghost."""
 
 
 class TorchftCollective:
@@ -127,6 +132,7 @@ class TorchftCollective:
         self._group: ProcessGroupGloo | None = None
         self._counter = 0
         self._healed = False
+        self._left_at = -math.inf
 
     def quorum(self, version: Version) -> Quorum:
         self._counter, self._healed = version.counter(), False
@@ -189,6 +195,7 @@ class TorchftCollective:
     def _open(self) -> tuple[torchft.Manager, ProcessGroupGloo]:
         if self._manager is not None and self._group is not None:
             return self._manager, self._group
+        time.sleep(max(0.0, self._left_at + self._times.rejoin - time.monotonic()))
         store = TCPStore(self._host, 0, is_master=True, wait_for_workers=False)
         self._group = ProcessGroupGloo(timeout=timedelta(seconds=self._times.collective))
         self._manager = torchft.Manager(
@@ -226,6 +233,7 @@ class TorchftCollective:
         manager, self._manager = self._manager, None
         group, self._group = self._group, None
         if manager is not None:
+            self._left_at = time.monotonic()
             manager.shutdown(wait=False)
         if group is not None:
             group.abort(errored=False)

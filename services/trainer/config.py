@@ -22,8 +22,11 @@ class CollectiveConfig(Strict):
     """Name or address under which the other replicas reach this one."""
     timeout_s: Seconds = 20.0
     """Longest wait for one collective operation or one state transfer."""
-    quorum_timeout_s: Seconds = 5.0
-    """Longest wait for a quorum; then the manifest and the roster are asked for again."""
+    quorum_timeout_s: Seconds = 15.0
+    """Longest wait for a quorum; then the manifest and the roster are asked for again. A replica that has the group's
+    last step still to publish is waited for; one that died is gone after the lighthouse's heartbeat timeout."""
+    rejoin_s: Seconds = 1.5
+    """Pause before a replica that left the group asks for it again; more than the lighthouse's heartbeat timeout."""
     connect_timeout_s: Seconds = 3.0
     heartbeat_interval_ms: int = Field(default=100, ge=10)
     secret_file: str = ""

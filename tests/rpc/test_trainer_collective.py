@@ -3,6 +3,8 @@
 import json
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -11,10 +13,11 @@ import safetensors.numpy
 
 from services.common.blobs import BlobStore
 from services.trainer import batches, step
-from services.trainer.collective import SoloCollective
+from services.trainer.collective import SoloCollective, StepLost, Times, TorchftCollective
 from services.trainer.engine.fake import FakeEngine
 from services.trainer.engine.torch import TorchEngine
 from services.trainer.metrics import Phases
+from services.trainer.version import Version
 from tests.support.tiny_model import write_tiny_model
 from tests.support.trainer_lighthouse import Lighthouse
 from tests.support.trainer_member import GRPO
@@ -158,3 +161,32 @@ def test_a_replica_that_dies_in_a_step_costs_that_try_and_nothing_else(fleet, mo
     assert core.returncode == 0
     assert [s["step"] for s in rest if "step" in s][-1] == 6
     assert largest_difference(alone(tmp_path, model, 6, FakeEngine()), group.state("core")) < 1e-9
+
+
+def test_who_waited_in_vain_is_not_paired_with_its_own_ghost(fleet):
+    """A newcomer that gives up on a group at work and asks again must meet the group, not its former self."""
+    address = fleet().lighthouse
+
+    def seat(name, generation, quorum):
+        return TorchftCollective(
+            address, name, generation, state=dict, load_state=lambda arrays, counter: None,
+            times=Times(collective=5.0, quorum=quorum),
+        )  # fmt: skip
+
+    old, new = seat("old", 1, 20.0), seat("new", 2, 0.7)
+    version = Version(1, 1)
+    try:
+        assert old.quorum(version).generations == (1,)  # and is at work from now on
+        for _ in range(2):
+            with pytest.raises(StepLost, match="no quorum"):
+                new.quorum(version)
+        new._times = Times(collective=5.0, quorum=20.0)
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(new.quorum, version)
+            time.sleep(3.0)  # the lighthouse has time for a wrong idea
+            old.finish(version, committed=True)
+            assert sorted(old.quorum(version).generations) == [1, 2]
+            assert sorted(waiting.result(timeout=20).generations) == [1, 2]
+    finally:
+        new.close()
+        old.close()

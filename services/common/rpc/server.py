@@ -31,6 +31,8 @@ OPTIONS = [
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 AddServicer = Callable[[Any, Any], None]
+Check = Callable[[str, Any], None]
+"""Method name and request; raises LibraError to refuse it."""
 
 
 class RunningServer:
@@ -59,12 +61,14 @@ async def serve(
     service_names: Sequence[str],
     ready_file: str | Path | None = None,
     deadline_required: bool = True,
+    check: Check | None = None,
 ) -> RunningServer:
     """Starts a server on host:port (port 0 picks one). ConfigError if the port is taken.
 
-    `service_names` are full names for reflection; `ready_file` receives the bound address once calls are taken.
+    `service_names` are full names for reflection; `ready_file` receives the bound address once calls are taken; `check`
+    sees every request with its method's name before the servicer does.
     """
-    server = grpc.aio.server(interceptors=[_Errors(deadline_required)], options=OPTIONS)
+    server = grpc.aio.server(interceptors=[_Errors(deadline_required, check)], options=OPTIONS)
     for add, servicer in servicers:
         add(servicer, server)
     health_servicer = health.aio.HealthServicer()
@@ -100,8 +104,9 @@ def write_ready(path: str | Path, text: str) -> None:
 class _Errors(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     """Turns LibraError into a status with details, anything else into INTERNAL; refuses calls without a deadline."""
 
-    def __init__(self, deadline_required: bool) -> None:
+    def __init__(self, deadline_required: bool, check: Check | None = None) -> None:
         self._deadline_required = deadline_required
+        self._check_request = check
 
     async def intercept_service(
         self, continuation: Callable[[Any], Awaitable[Any]], details: grpc.HandlerCallDetails
@@ -123,7 +128,7 @@ class _Errors(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     def _unary(self, method: str, inner: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:
         async def call(request: Any, context: Context) -> Any:
             try:
-                self._check(method, context)
+                self._check(method, request, context)
                 return await inner(request, context)
             except LibraError as error:
                 await _abort(context, error)
@@ -135,7 +140,7 @@ class _Errors(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     def _stream(self, method: str, inner: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
         async def call(request: Any, context: Context) -> Any:
             try:
-                self._check(method, context)
+                self._check(method, request, context)
                 async for message in inner(request, context):
                     yield message
             except LibraError as error:
@@ -145,11 +150,13 @@ class _Errors(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
         return call
 
-    def _check(self, method: str, context: Context) -> None:
+    def _check(self, method: str, request: Any, context: Context) -> None:
         remaining = context.time_remaining()
         # without a deadline grpc.aio reports none, or one some centuries away
         if self._deadline_required and (remaining is None or remaining > 10 * 365 * 86400):
             raise LibraError("DEADLINE_REQUIRED", f"{method} was called without a deadline; set one")
+        if self._check_request is not None:
+            self._check_request(method, request)
 
 
 async def _abort(context: Context, error: LibraError) -> None:

@@ -11,16 +11,20 @@ from services.common import wire
 from services.common.errors import LibraError
 
 DOMAIN = "libra"
+MAX_MESSAGE = 2_048
+MAX_METADATA = 256
 
 
 def to_status(error: LibraError) -> status_pb2.Status:
     """The wire form of an error; metadata `retry_after_s` becomes RetryInfo."""
-    info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=error.metadata)
+    # names in it may be a caller's, of any length; status and details travel in trailers, which are small
+    metadata = {key: value[:MAX_METADATA] for key, value in error.metadata.items()}
+    info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=metadata)
     details = [_pack(info)]
     if "retry_after_s" in error.metadata:
         delay = wire.duration(float(error.metadata["retry_after_s"]))
         details.append(_pack(error_details_pb2.RetryInfo(retry_delay=delay)))
-    return status_pb2.Status(code=error.status.value[0], message=error.message, details=details)
+    return status_pb2.Status(code=error.status.value[0], message=error.message[:MAX_MESSAGE], details=details)
 
 
 def from_rpc_error(error: grpc.RpcError) -> LibraError:

@@ -48,10 +48,16 @@ class AdminService(wire.AdminServiceServicer):
         revision = token.revision or self._ledger.fleet.revision
         rows = await self._resources.page(kind, selector.name_prefix, tuple(selector.states), token.after, size)
         answer = wire.ListResourcesResponse(stamp=self._stamp(revision))
+        total = 0
         for row in rows:
-            answer.resources.append(await self._resources.render(kind, row))
-        if len(rows) == size:
-            answer.next_page_token = pages.encode(revision, rows[-1].name, query)  # type: ignore[attr-defined]
+            resource = await self._resources.render(kind, row)
+            total += resource.ByteSize()
+            if answer.resources and total > pages.MAX_PAGE_BYTES:
+                break
+            answer.resources.append(resource)
+        if rows and (len(rows) == size or len(answer.resources) < len(rows)):
+            last = rows[len(answer.resources) - 1]
+            answer.next_page_token = pages.encode(revision, last.name, query)  # type: ignore[attr-defined]
         return answer
 
     async def ListEvents(self, request: wire.ListEventsRequest, context: Context) -> wire.ListEventsResponse:
@@ -264,6 +270,10 @@ class AdminService(wire.AdminServiceServicer):
 
     async def ResumeRun(self, request: wire.ResumeRunRequest, context: Context) -> wire.ResumeRunResponse:
         note = convert.note(request.note)
+        paused = self._ledger.fleet.runs.get(request.name)
+        if paused is not None and paused.task_blob and paused.name not in self._cycle.tasks:
+            self._cycle.tasks[paused.name] = await self._cycle.read_tasks(paused)
+            self._cycle.unreadable.pop(paused.name, None)
 
         def mutate(change: Change) -> wire.ResumeRunResponse:
             run = self._ledger.fleet.runs.get(request.name)

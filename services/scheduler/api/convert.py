@@ -13,6 +13,12 @@ RUN_ID = re.compile(r"[a-z0-9-]{1,63}")
 SHA256 = re.compile(r"[0-9a-f]{64}")
 WORKER = re.compile(r"workers/[A-Za-z0-9._-]{1,63}")
 ACCELERATOR = re.compile(r"nodes/[A-Za-z0-9._-]{1,63}/accelerators/[0-9]{1,4}")
+NODE = re.compile(r"nodes/[A-Za-z0-9._-]{1,63}")
+MAX_COUNT = 1 << 40
+MAX_BYTES = 1 << 52
+MAX_SHORT_BYTES = 256
+MAX_RUN_BYTES = 64 << 10
+"""Settings of a run: all workers get those of every run."""
 MAX_TURN_PARTS = 64
 MAX_SEGMENTS = 2_048
 
@@ -39,6 +45,13 @@ def note(value: str) -> str:
     return value
 
 
+def short(value: str, field: str, most: int = MAX_SHORT_BYTES) -> str:
+    """A text that is kept, bounded in bytes."""
+    if len(value.encode()) > most:
+        raise errors.invalid_field(f"{field}: {len(value.encode())} bytes; at most {most}")
+    return value
+
+
 def finite(value: float, field: str) -> float:
     """A finite number."""
     if not math.isfinite(value):
@@ -46,8 +59,8 @@ def finite(value: float, field: str) -> float:
     return value
 
 
-def count(value: int, field: str, most: int = 1 << 62) -> int:
-    """A count: not negative, bounded."""
+def count(value: int, field: str, most: int = MAX_COUNT) -> int:
+    """A count: not negative, bounded, so that sums of them stay within a column of 64 bits."""
     if not 0 <= value <= most:
         raise errors.invalid_field(f"{field}: {value}; expected 0 to {most}")
     return value
@@ -60,6 +73,26 @@ def blob(ref: wire.BlobRef, field: str) -> None:
     if not SHA256.fullmatch(ref.sha256):
         raise errors.invalid_field(f"{field}.sha256 {ref.sha256[:80]!r}: expected 64 lower-case hex digits")
     count(ref.size_bytes, f"{field}.size_bytes")
+
+
+# ---- hardware
+
+
+def node(message: wire.Node) -> None:
+    """What a node agent says of its machine."""
+    name(message.name, NODE, "node.name", "nodes/n0")
+    short(message.rack, "node.rack")
+    count(message.host_memory_bytes, "node.host_memory_bytes", MAX_BYTES)
+
+
+def accelerator(message: wire.Accelerator) -> None:
+    """What a node agent says of one accelerator."""
+    name(message.name, ACCELERATOR, "accelerator", "nodes/n0/accelerators/0")
+    if message.pool == wire.POOL_UNSPECIFIED:
+        raise errors.invalid_field(f"{message.name}: pool is required")
+    count(message.memory_bytes, f"{message.name} memory_bytes", MAX_BYTES)
+    for field in ("type", "device_uuid", "link_domain", "partition"):
+        short(getattr(message, field), f"{message.name} {field}")
 
 
 # ---- reports
@@ -231,11 +264,18 @@ def new_run(run_id: str, message: wire.Run, now: float, drawn_seed: int) -> Run:
         spec.staleness.hold_timeout.CopyFrom(wire.duration(300))
     if not spec.HasField("no_progress_timeout"):
         spec.no_progress_timeout.CopyFrom(wire.duration(600))
+    if spec.ByteSize() > MAX_RUN_BYTES:
+        raise errors.invalid_field(f"run: {spec.ByteSize()} bytes of settings; at most {MAX_RUN_BYTES}")
     limits = spec.limits
     limits.max_generated_tokens = limits.max_generated_tokens or 32_768
     limits.max_turns = limits.max_turns or 64
     if not limits.HasField("max_run_time"):
         limits.max_run_time.CopyFrom(wire.duration(3_600))
+    count(limits.max_generated_tokens, "limits.max_generated_tokens", 1 << 31)
+    count(limits.max_sequence_tokens, "limits.max_sequence_tokens", 1 << 31)
+    count(limits.max_turns, "limits.max_turns", 1 << 20)
+    count(limits.oversample, "limits.oversample", 1_024)
+    count(spec.quota.max_in_flight, "quota.max_in_flight", 1 << 31)
     if not spec.sampling.HasField("temperature"):
         spec.sampling.temperature = 1.0
     if finite(spec.sampling.temperature, "sampling.temperature") < 0:
@@ -252,6 +292,8 @@ def new_run(run_id: str, message: wire.Run, now: float, drawn_seed: int) -> Run:
     batch.multiple_of = batch.multiple_of or 1
     if not 1 <= batch.groups <= 65_536:
         raise errors.invalid_field(f"batch.groups: {batch.groups}; expected 1 to 65,536")
+    for field in ("min_groups", "multiple_of"):
+        count(getattr(batch, field), f"batch.{field}", 65_536)
     if batch.min_groups > batch.groups:
         raise errors.inconsistent(f"batch.min_groups is {batch.min_groups}, above batch.groups {batch.groups}")
     if batch.multiple_of > batch.groups:
@@ -262,7 +304,7 @@ def new_run(run_id: str, message: wire.Run, now: float, drawn_seed: int) -> Run:
     has_tasks = spec.HasField("tasks")
     if has_tasks:
         blob(spec.tasks.file, "tasks.file")
-        spec.tasks.epochs = spec.tasks.epochs or 1
+        spec.tasks.epochs = count(spec.tasks.epochs or 1, "tasks.epochs", 1_000_000)
     policy = spec.policies[0]
     pinned = policy.HasField("pinned")
     return Run(

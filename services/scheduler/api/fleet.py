@@ -1,8 +1,11 @@
 """FleetService: sessions of workers and node agents, their reports, and what they should have."""
 
 import hashlib
+from collections.abc import Callable
+from functools import partial
 
 from services.common import errors, log, wire
+from services.common.rpc import requests
 from services.common.rpc.server import Context
 from services.scheduler.api import convert, render
 from services.scheduler.control import commands, sessions, trajectories
@@ -14,6 +17,7 @@ from services.scheduler.core.model import Accelerator, Command, Node, Session, T
 
 _log = log.get(__name__)
 
+MAX_DESIRED_BYTES = 3 << 20
 AWAIT_SLACK_SECONDS = 1.0
 """An Await is answered this long before its deadline, so that the answer arrives in time."""
 
@@ -87,8 +91,9 @@ class FleetService(wire.FleetServiceServicer):
         return self._answer(session, request, refusals)
 
     async def _numbered(self, session: Session, request: wire.ReportRequest) -> list[wire.Refusal]:
-        content = request.delta if request.WhichOneof("content") == "delta" else request.state_page
-        digest = hashlib.sha256(content.SerializeToString(deterministic=True)).hexdigest()
+        kind = request.WhichOneof("content")  # none: a mere renewal that has a number
+        content = getattr(request, kind).SerializeToString(deterministic=True) if kind else b""
+        digest = hashlib.sha256(f"{kind}\n".encode() + content).hexdigest()
         if request.seq == session.acked_seq:
             if digest != session.acked_sha256:
                 raise errors.LibraError("REQUEST_ID_REUSED", f"report {request.seq} came again with other content")
@@ -100,10 +105,11 @@ class FleetService(wire.FleetServiceServicer):
             )
         change = self._ledger.change(session.name)
         refusals: list[wire.Refusal] = []
-        if request.WhichOneof("content") == "delta":
-            refusals = self._delta(change, session, request.delta)
-        else:
-            self._page(change, session, request.state_page)
+        with self._ledger.guard(change):
+            if kind == "delta":
+                refusals = self._delta(change, session, request.delta)
+            elif kind == "state_page":
+                self._page(change, session, request.state_page)
         session.acked_seq = request.seq
         session.acked_sha256 = digest
         session.acked_answer = wire.ReportResponse(refusals=refusals).SerializeToString()
@@ -134,30 +140,46 @@ class FleetService(wire.FleetServiceServicer):
             holdings.put(item.name, item.fence, item.state)
         for name in delta.removed:
             holdings.drop(name)
+        attempt = partial(self._attempt, change, refusals)
         for status in delta.replicas:
-            self._attempt(refusals, status.replica, lambda s=status: self._replica(change, session, s))
+            attempt(status, status.replica, partial(self._replica, change, session, status))
         for progress in delta.progress:
-            self._attempt(refusals, progress.trajectory, lambda p=progress: self._progress(change, session, p))
+            attempt(progress, progress.trajectory, partial(self._progress, change, session, progress))
         for end in delta.ends:
-            self._attempt(refusals, end.trajectory, lambda e=end: self._end(change, session, e))
+            attempt(end, end.trajectory, partial(self._end, change, session, end))
         for result in delta.results:
-            self._attempt(refusals, result.command, lambda r=result: self._result(change, session, r))
-        for observation in delta.observations:
-            self._cycle.observe.accelerator(observation)
+            attempt(result, result.command, partial(self._result, change, session, result))
+        for seen in delta.observations:
+            attempt(seen, seen.accelerator, partial(self._cycle.observe.accelerator, seen))
         for incident in delta.incidents:
-            change.record(
-                "WORKER", incident.resource or session.worker, "", "", incident.reason.code, incident.reason.text[:1024]
-            )
+            attempt(incident, incident.resource, partial(self._incident, change, session, incident))
         return refusals
 
     @staticmethod
-    def _attempt(refusals: list[wire.Refusal], name: str, part: object) -> None:
+    def _attempt(
+        change: Change, refusals: list[wire.Refusal], message: wire.Message, name: str, part: Callable[[], None]
+    ) -> None:
+        marks = change.marks
         try:
-            part()  # type: ignore[operator]
+            requests.check(message)
+            part()
         except errors.LibraError as error:
-            refusals.append(wire.Refusal(name=name, reason=wire.Reason(code=error.reason, text=error.message[:1024])))
+            code, text = error.reason, error.message
         except IllegalTransition as error:
-            refusals.append(wire.Refusal(name=name, reason=wire.Reason(code="ILLEGAL_TRANSITION", text=str(error))))
+            code, text = "ILLEGAL_TRANSITION", str(error)
+        except Exception as error:  # one part that nobody expected must not keep the others from being registered
+            if change.marks != marks:
+                raise
+            _log.error("a part of a report failed", part=name, error=repr(error), exc_info=error)
+            code, text = "INTERNAL", f"{type(error).__name__} while this part was read; the scheduler's log says where"
+        else:
+            return
+        refusals.append(wire.Refusal(name=name[:256], reason=wire.Reason(code=code, text=text[:1024])))
+
+    @staticmethod
+    def _incident(change: Change, session: Session, incident: wire.Incident) -> None:
+        resource, reason = incident.resource[:256] or session.worker, incident.reason
+        change.record("WORKER", resource, "", "", reason.code[:64], reason.text[:1024])
 
     def _progress(self, change: Change, session: Session, message: wire.TrajectoryProgress) -> None:
         report = convert.progress(message)
@@ -212,6 +234,7 @@ class FleetService(wire.FleetServiceServicer):
         if page.page == 0:
             holdings.items.clear()
             holdings.digest = 0
+            holdings.complete = False  # until the last page, what is missing proves nothing
         for item in page.items:
             holdings.put(item.name, item.fence, item.state)
         if not page.last:
@@ -228,9 +251,22 @@ class FleetService(wire.FleetServiceServicer):
                 revoked.append((session.desired_revision, name))
 
     def _take_load(self, session: Session, load: wire.Load) -> None:
-        """Newest wins; kept in memory, except what a node says of its hardware."""
+        """Newest wins; kept in memory, except what a node says of its hardware. A broken one is dropped."""
+        kind = load.WhichOneof("kind")
+        try:
+            if kind == "node" and self._ledger.fleet.workers[session.worker].kind != "NODE":
+                raise errors.invalid_field(f"{session.worker} is no node agent")
+            requests.check(load)
+            if kind == "node" and load.node.HasField("node"):
+                convert.node(load.node.node)
+                self._only_agent(session, load.node.node.name)
+                for message in load.node.accelerators:
+                    convert.accelerator(message)
+        except errors.LibraError as error:
+            _log.warning("load report dropped", worker=session.worker, why=error.message)
+            return
         self._cycle.observe.load(session, load)
-        if load.WhichOneof("kind") != "node" or not load.node.HasField("node"):
+        if kind != "node" or not load.node.HasField("node"):
             return
         change = self._ledger.change(session.name)
         fleet = self._ledger.fleet
@@ -242,13 +278,23 @@ class FleetService(wire.FleetServiceServicer):
             fleet.nodes[node.name] = node
             change.put(node)
             change.record("NODE", node.name, "", "", "AGENT", f"{session.worker} speaks for it")
-        for message in load.node.accelerators:
-            self._accelerator(change, message)
+        with self._ledger.guard(change):
+            for message in load.node.accelerators:
+                self._accelerator(change, message)
         if not change.empty:
             self._ledger.submit(change)
 
+    def _only_agent(self, session: Session, name: str) -> None:
+        """A node has one agent: what a second one measured, perhaps on another machine, must not free anything here."""
+        node = self._ledger.fleet.nodes.get(name)
+        agent = self._ledger.fleet.sessions.get(node.agent_session) if node is not None else None
+        if agent is not None and agent.worker != session.worker and agent.state in sessions.ALIVE:
+            raise errors.inconsistent(
+                f"{agent.worker} is the agent of {name}; {session.worker} says it is too: give each machine a name of "
+                "its own, or end the other agent"
+            )
+
     def _accelerator(self, change: Change, message: wire.Accelerator) -> None:
-        convert.name(message.name, convert.ACCELERATOR, "accelerator", "nodes/n0/accelerators/0")
         known = change.fleet.accelerators.get(message.name)
         pool = wire.Pool.Name(message.pool).removeprefix("POOL_")
         if known is not None:
@@ -264,8 +310,6 @@ class FleetService(wire.FleetServiceServicer):
                 known.device_uuid = message.device_uuid
                 change.put(known)
             return
-        if pool == "UNSPECIFIED":
-            raise errors.invalid_field(f"{message.name}: pool is required")
         accelerator = Accelerator(
             name=message.name, type=message.type, device_uuid=message.device_uuid, memory_bytes=message.memory_bytes,
             link_domain=message.link_domain, partition=message.partition, cpu_share=message.cpu_share, pool=pool,
@@ -323,7 +367,16 @@ class FleetService(wire.FleetServiceServicer):
                 replica=replica.name, generation=replica.generation, spec=commands.replica_spec(replica),
                 state=wire.ReplicaState.Value(f"REPLICA_STATE_{state}"),
             )  # fmt: skip
-        message.trajectories.extend(self._lease(t) for t in wanted.trajectories)
+        size, before = 0, 0
+        for item in wanted.trajectories:
+            lease = self._lease(item)
+            size += lease.ByteSize()
+            if size > MAX_DESIRED_BYTES and before not in (0, item.lease_revision):
+                # the rest comes with the next answer, as soon as the worker says that it has this much
+                message.revision, message.complete, message.more = before, False, True
+                break
+            message.trajectories.append(lease)
+            before = item.lease_revision
         return message
 
     def _lease(self, item: Trajectory) -> wire.TrajectoryLease:

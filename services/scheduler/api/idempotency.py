@@ -34,8 +34,9 @@ class Idempotency:
             return known
         rid: str = request.request_id  # type: ignore[attr-defined]
         change = self._ledger.change(caused_by, rid)
-        answer = mutate(change)
-        self.keep(change, method, request, answer)
+        with self._ledger.guard(change):
+            answer = mutate(change)
+            self.keep(change, method, request, answer)
         await self._ledger.commit(change)
         return answer
 
@@ -45,6 +46,8 @@ class Idempotency:
         stored = self._ledger.recall(rid)
         if stored is None:
             stored = await self._store.answer(rid)
+            # the same request may have been answered meanwhile: a call that was repeated too early
+            stored = self._ledger.recall(rid) or stored
         if stored is None:
             return None
         if stored.method != method or stored.content_sha256 != _sha(request):

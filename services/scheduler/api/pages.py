@@ -31,17 +31,22 @@ def encode(revision: int, after: str, query: object) -> str:
     return base64.urlsafe_b64encode(json.dumps([revision, after, _sign(query)]).encode()).decode()
 
 
+MAX_PAGE_BYTES = 3 << 20
+"""A page ends before it would be larger; a message may have 4 MiB."""
+
+
 def decode(text: str, query: object) -> Token:
     """The token's content; BAD_PAGE_TOKEN if it is malformed or of another query. Empty text is the first page."""
     if not text:
         return Token()
     try:
         revision, after, sign = json.loads(base64.urlsafe_b64decode(text.encode()))
-    except ValueError:
+        revision, after = int(revision), str(after)
+    except (ValueError, TypeError, RecursionError):
         raise errors.LibraError("BAD_PAGE_TOKEN", "the page token is malformed; start again without one") from None
     if sign != _sign(query):
         raise errors.LibraError("BAD_PAGE_TOKEN", "the page token belongs to another query; start again without one")
-    return Token(int(revision), str(after))
+    return Token(revision, after)
 
 
 def _sign(query: object) -> str:

@@ -14,17 +14,19 @@ from services.scheduler.api import convert, pages, render
 from services.scheduler.api.idempotency import Idempotency
 from services.scheduler.api.resources import Resources
 from services.scheduler.api.watching import watch
-from services.scheduler.control import batches, runs, sessions, trajectories
+from services.scheduler.control import batches, runs, sessions, specs, trajectories
 from services.scheduler.control.cycle import Cycle
 from services.scheduler.control.ledger import Change
 from services.scheduler.core.lifecycle import TRAJECTORY
-from services.scheduler.core.model import Manifest, Run, Segment, Sequence, Trajectory, Turn
+from services.scheduler.core.model import Manifest, Run, Segment, Sequence, Session, Trajectory, Turn
 from services.scheduler.store.store import Store
 
 _log = log.get(__name__)
 
 DESCRIBE_SECONDS = 5.0
-MAX_PAGE_BYTES = 3 << 20
+
+MAX_SUBMITTED = 8_192
+"""Trajectories that one SubmitGroups may make; more would hold up the reports of all workers meanwhile."""
 
 
 class TrajectoryService(wire.TrajectoryServiceServicer):
@@ -120,6 +122,12 @@ class TrajectoryService(wire.TrajectoryServiceServicer):
         run = self._run(request.run)
         if not 1 <= len(request.tasks) <= 256:
             raise errors.invalid_field(f"tasks: {len(request.tasks)} given; expected 1 to 256")
+        members = len(request.tasks) * (run.group_size + specs.spec(run).limits.oversample)
+        if members > MAX_SUBMITTED:
+            raise errors.invalid_field(
+                f"tasks: {len(request.tasks)} groups of {run.group_size} are {members} trajectories; at most "
+                f"{MAX_SUBMITTED} in one request: submit them in several"
+            )
         for number, task in enumerate(request.tasks):
             if len(task.id.encode()) > 128:
                 raise errors.invalid_field(f"tasks[{number}].id: more than 128 bytes")
@@ -216,7 +224,7 @@ class TrajectoryService(wire.TrajectoryServiceServicer):
         for row in rows:
             message = await self._render(row, request.view)
             total += message.ByteSize()
-            if answer.trajectories and total > MAX_PAGE_BYTES:
+            if answer.trajectories and total > pages.MAX_PAGE_BYTES:
                 break
             answer.trajectories.append(message)
         if rows and (len(rows) == size or len(answer.trajectories) < len(rows)):
@@ -256,15 +264,31 @@ class TrajectoryService(wire.TrajectoryServiceServicer):
 
     # ---- steps
 
-    async def TakeBatch(self, request: wire.TakeBatchRequest, context: Context) -> wire.TakeBatchResponse:
-        caller = request.caller
+    def _trainer(self, caller: wire.Caller) -> Session:
+        """The live session of a trainer, ours or somebody's own."""
         session = sessions.check(self._ledger, caller.session, caller.epoch, caller.seen_term)
+        kind = self._ledger.fleet.workers[session.worker].kind
+        if kind not in ("TRAINER", "EXTERNAL"):
+            raise errors.LibraError(
+                "NOT_ALLOWED", f"{session.worker} is a {kind} worker; steps are a trainer's to take and commit"
+            )
+        return session
+
+    async def TakeBatch(self, request: wire.TakeBatchRequest, context: Context) -> wire.TakeBatchResponse:
+        session = self._trainer(request.caller)
         run = self._run(request.run)
         if run.kind != "TRAIN":
             raise errors.inconsistent(f"{run.name} is a {run.kind} run; only TRAIN runs are taken in batches")
         if request.step < 1:
             raise errors.invalid_field(f"step: {request.step}; steps are numbered from 1")
+        if request.policy not in ("", run.trainable_policy):
+            raise errors.invalid_field(
+                f"policy: {request.policy!r} is not the one that {run.name} trains, "
+                f"{run.trainable_policy or 'its only one'!r}; leave it empty"
+            )
         size = request.size
+        for field in ("groups", "min_groups", "multiple_of"):
+            convert.count(getattr(size, field), f"size.{field}", 65_536)
         if size.min_groups > (size.groups or run.batch_groups) or size.multiple_of > (size.groups or run.batch_groups):
             raise errors.inconsistent(
                 f"size: groups {size.groups or run.batch_groups}, min_groups {size.min_groups}, "
@@ -275,10 +299,10 @@ class TrajectoryService(wire.TrajectoryServiceServicer):
             0.0, min(wire.seconds(request.wait) or run.no_progress_timeout, remaining - 1.0, run.no_progress_timeout)
         )
         manifest = await batches.take(
-            self._ledger, caused_by=session.name, run=run, policy=request.policy or run.trainable_policy,
-            step=request.step,             size=size, wait=wait,
+            self._ledger, caused_by=session.name, run=run, policy=run.trainable_policy, step=request.step,
+            size=size, wait=wait,
         )  # fmt: skip
-        members = batches.roster(self._ledger.fleet, run)
+        members = batches.roster_of(self._ledger.fleet, run, manifest)
         return wire.TakeBatchResponse(
             stamp=render.stamp(self._ledger.fleet), manifest=render.manifest(manifest),
             roster=render.roster(self._cycle.dispatcher.roster_revision, members),
@@ -303,7 +327,7 @@ class TrajectoryService(wire.TrajectoryServiceServicer):
         while index < len(manifest.members) and index - first < size:
             member = await self._member(manifest, index)
             total += member.ByteSize()
-            if answer.members and total > MAX_PAGE_BYTES:
+            if answer.members and total > pages.MAX_PAGE_BYTES:
                 break
             answer.members.append(member)
             index += 1
@@ -335,7 +359,7 @@ class TrajectoryService(wire.TrajectoryServiceServicer):
         return member
 
     async def CommitStep(self, request: wire.CommitStepRequest, context: Context) -> wire.CommitStepResponse:
-        session = sessions.check(self._ledger, request.caller.session, request.caller.epoch, request.caller.seen_term)
+        session = self._trainer(request.caller)
         manifest = await self._manifest(request.manifest)
         if len(request.members) > 1_024:
             raise errors.invalid_field(f"members: {len(request.members)}; at most 1,024")
@@ -360,7 +384,7 @@ class TrajectoryService(wire.TrajectoryServiceServicer):
         return answer
 
     async def ReturnBatch(self, request: wire.ReturnBatchRequest, context: Context) -> wire.ReturnBatchResponse:
-        session = sessions.check(self._ledger, request.caller.session, request.caller.epoch, request.caller.seen_term)
+        session = self._trainer(request.caller)
         manifest = await self._manifest(request.manifest)
         if len(request.broken) > 256:
             raise errors.invalid_field(f"broken: {len(request.broken)}; at most 256")
@@ -378,14 +402,14 @@ class TrajectoryService(wire.TrajectoryServiceServicer):
     async def PublishWeights(
         self, request: wire.PublishWeightsRequest, context: Context
     ) -> wire.PublishWeightsResponse:
-        session = sessions.check(self._ledger, request.caller.session, request.caller.epoch, request.caller.seen_term)
+        session = self._trainer(request.caller)
         run = self._run(request.run)
         ref = request.version
         name = batches.version_name(run, ref.policy or run.trainable_policy, ref.lineage, ref.number)
         version = self._ledger.fleet.versions.get(name)
         if version is None:
             raise errors.LibraError("VERSION_UNUSABLE", f"{name} was never committed", resource=name)
-        if not request.files.shards and not request.sources and not version.files:
+        if not request.files.shards and not version.files:
             raise errors.invalid_field("files: durable files must be given (live sources alone are not supported yet)")
         for number, shard in enumerate(request.files.shards):
             convert.blob(shard.blob, f"files.shards[{number}].blob")

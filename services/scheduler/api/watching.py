@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator, Iterable
 
 from services.common import errors, wire
 from services.common.rpc.server import Context
-from services.scheduler.api import render
+from services.scheduler.api import pages, render
 from services.scheduler.api.resources import Resources
 from services.scheduler.control.cycle import Cycle
 from services.scheduler.control.watch import Overrun
@@ -32,6 +32,10 @@ async def watch(
     try:
         horizon = cycle.stream.revision
         start = options.start_revision or horizon + 1
+        if not 0 < start <= horizon + 1:
+            raise errors.invalid_field(
+                f"options.start_revision: {options.start_revision}; expected 1 to {horizon + 1}, the next one, or 0 for it"
+            )
         compacted = await store.compacted_revision()
         if start <= compacted:
             raise errors.LibraError(
@@ -45,9 +49,10 @@ async def watch(
             if not events:
                 bookmark = horizon
                 break
-            bookmark = events[-1].revision
-            yield await _batch(cycle, resources, options, events, bookmark)
-        yield await _batch(cycle, resources, options, [], max(bookmark, horizon))
+            before, bookmark = bookmark, events[-1].revision
+            async for batch in _batches(cycle, resources, options, events, before, bookmark):
+                yield batch
+        yield wire.WatchBatch(bookmark=max(bookmark, horizon), term=cycle.ledger.fleet.term)
         bookmark = max(bookmark, horizon)
         while clock.monotonic() < until:
             try:
@@ -55,12 +60,14 @@ async def watch(
             except Overrun:
                 break
             fresh = [(r, e) for r, e in items if r > bookmark]
+            before = bookmark
             if fresh:
                 bookmark = fresh[-1][0]
             flat = [e for _, events in fresh for e in events if e.revision >= start]
             if flat or not items:
-                yield await _batch(cycle, resources, options, flat, bookmark)
-        yield await _batch(cycle, resources, options, [], bookmark)
+                async for batch in _batches(cycle, resources, options, flat, before, bookmark):
+                    yield batch
+        yield wire.WatchBatch(bookmark=bookmark, term=cycle.ledger.fleet.term)
     finally:
         cycle.stream.leave(follower)
 
@@ -75,11 +82,19 @@ async def _whole_revisions(store: Store, after: int) -> list[Event]:
     return whole or await store.events(after, MAX_REVISION_EVENTS, up_to_revision=last)
 
 
-async def _batch(
-    cycle: Cycle, resources: Resources, options: wire.WatchOptions, events: Iterable[Event], bookmark: int
-) -> wire.WatchBatch:
-    batch = wire.WatchBatch(bookmark=bookmark, term=cycle.ledger.fleet.term)
+async def _batches(
+    cycle: Cycle, resources: Resources, options: wire.WatchOptions, events: Iterable[Event], before: int, bookmark: int
+) -> AsyncIterator[wire.WatchBatch]:
+    """The events in one batch, or in several where their resources are large.
+
+    The last has `bookmark`; those before it have the newest revision that is complete, `before` at first, so that a
+    follower who resumes there gets a revision that was cut as a whole again.
+    """
+    term = cycle.ledger.fleet.term
+    batch, size, complete, latest = wire.WatchBatch(term=term), 0, before, before
     for event in events:
+        if event.revision != latest:
+            complete, latest = latest, event.revision
         if not selected(event, options.selector):
             continue
         message = render.event(event)
@@ -87,8 +102,14 @@ async def _batch(
             resource = await resources.get(event.name, missing_ok=True)
             if resource is not None:
                 message.resource.CopyFrom(resource)
+        size += message.ByteSize()
+        if batch.events and size > pages.MAX_PAGE_BYTES:
+            batch.bookmark = complete
+            yield batch
+            batch, size = wire.WatchBatch(term=term), message.ByteSize()
         batch.events.append(message)
-    return batch
+    batch.bookmark = bookmark
+    yield batch
 
 
 def selected(event: Event, selector: wire.Selector) -> bool:

@@ -31,6 +31,16 @@ def roster(fleet: Fleet, run: Run | None) -> list[Replica]:
     return sorted(members, key=lambda r: r.generation)
 
 
+def roster_of(fleet: Fleet, run: Run, manifest: Manifest) -> list[Replica]:
+    """Who may take part in this manifest's step: the replicas that were there when it was taken.
+
+    A later one would wait for a group that has formed without it and is at work; it joins at the next step. Only if all
+    of the others are gone do the newcomers do the step.
+    """
+    members = roster(fleet, run)
+    return [r for r in members if r.create_time <= manifest.create_time] or members
+
+
 def live_manifest(fleet: Fleet, run: Run, policy: str, step: int) -> Manifest | None:
     """The manifest of this step that was not returned or abandoned, if it is in memory."""
     for manifest in fleet.manifests.values():
@@ -258,10 +268,15 @@ def commit(
         raise refuse("head of the run", f"{manifest.lineage}-{manifest.base}", f"{run.lineage}-{run.head}")
     if not members:
         raise refuse("number of members", "at least 1", 0)
+    if len(set(members)) != len(members):
+        raise refuse("number of different members", len(members), len(set(members)))
     for worker, replica_name, generation in members:
         replica = fleet.replicas.get(replica_name)
         if replica is None or replica.generation != generation or replica.role != "TRAINER":
             raise refuse("member", f"a trainer replica of the roster, not {replica_name}", f"{worker}@{generation}")
+        owner = fleet.sessions.get(replica.owner_session)
+        if owner is not None and owner.worker != worker:
+            raise refuse(f"worker of {replica_name}", owner.worker, worker)
         if replica.state in ("UNCONFIRMED", "QUARANTINED", "RELEASED", "RETIRED"):
             raise refuse(f"member {worker}@{generation}", "in the roster", replica.state)
     consumed = [fleet.trajectories[m] for m in manifest.members]
@@ -313,7 +328,8 @@ def give_back(change: Change, manifest: Manifest, broken: Many[str], code: str, 
             if member.state == "BATCHED":
                 member.manifest = ""
                 change.move(TRAJECTORY, member, "return", code or "RETURNED", text)
-        gone = [m for m in members if m.name in lost]
+        # a name that was not in the batch (a surplus member, a typing error) says nothing of the batch
+        gone = [m for m in members if m.name in lost and m.state == "READY"]
         for member in gone:
             change.move(TRAJECTORY, member, "void", "DATA_LOSS", "its segments are gone or differ from their hash")
         if gone:

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from services.common import errors, log, wire
 from services.common.blobs import BlobStore
+from services.common.errors import LibraError
 from services.scheduler.control import commands, runs, sessions, trajectories
 from services.scheduler.control.decisions import Decisions
 from services.scheduler.control.dispatcher import Dispatcher
@@ -24,6 +25,7 @@ from services.scheduler.control.specs import spec
 from services.scheduler.control.watch import Stream
 from services.scheduler.control.weights import Weights
 from services.scheduler.core import admission
+from services.scheduler.core.lifecycle import RUN
 from services.scheduler.core.model import Run
 
 _log = log.get(__name__)
@@ -58,14 +60,23 @@ class Cycle:
         self.planning = Planning(ledger, self.observe, self.handovers, self.decisions)
         self.stream = Stream(ledger.fleet.revision)
         self.tasks: dict[str, runs.TaskFile] = {}
+        self.unreadable: dict[str, str] = {}
+        """Runs whose task file could not be read after a start, and why: they are paused, the others go on."""
         ledger.listeners.append(self.stream)
 
     async def load_tasks(self) -> None:
         """Reads the task files of active runs again after a start."""
         for run in self.ledger.fleet.runs.values():
             if run.task_blob and run.state in ("ACTIVE", "PAUSED"):
-                ref = wire.BlobRef.FromString(run.task_blob)
-                self.tasks[run.name] = await asyncio.to_thread(runs.read_tasks, self.blobs, ref)
+                try:
+                    self.tasks[run.name] = await self.read_tasks(run)
+                except LibraError as error:
+                    self.unreadable[run.name] = error.message
+
+    async def read_tasks(self, run: Run) -> runs.TaskFile:
+        """A run's task file; LibraError if it is gone or differs."""
+        ref = wire.BlobRef.FromString(run.task_blob)
+        return await asyncio.to_thread(runs.read_tasks, self.blobs, ref)
 
     async def run(self) -> None:
         """Runs until cancelled. An error of the core ends it, and with it the process: a wrong state is not kept."""
@@ -91,7 +102,10 @@ class Cycle:
         self.handovers.advance(change)
         self.weights.advance(change)
         for run in list(self.ledger.fleet.runs.values()):
-            if run.state == "ACTIVE":
+            if run.state == "ACTIVE" and run.name in self.unreadable:
+                run.etag += 1
+                change.move(RUN, run, "pause", "TASKS_UNREADABLE", self.unreadable[run.name][:1024])
+            elif run.state == "ACTIVE":
                 self._admit(change, run)
                 runs.finish_if_done(change, run)
         self.queueing.decide(change)

@@ -7,12 +7,13 @@ the commit. Whoever only reads waits for `barrier`, so that nobody is told what 
 
 import asyncio
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from services.common import log
 from services.common.clock import Clock
+from services.common.errors import LibraError
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.core.lifecycle import Lifecycle
 from services.scheduler.core.model import Answer, Entity, Event, Fleet
@@ -73,6 +74,7 @@ class Change:
         self.caused_by = caused_by
         self.cause = cause
         self.unit = Unit()
+        self._puts = 0
         self.now = ledger.clock.wall()
         self.at = ledger.clock.monotonic()
         self._events: list[tuple[str, str, str, str, str, str, Mapping[str, float], tuple[str, ...]]] = []
@@ -83,6 +85,7 @@ class Change:
             if hasattr(entity, "update_time"):
                 entity.update_time = self.now
             self.unit.put(entity)
+        self._puts += len(entities)
 
     def move(
         self,
@@ -121,6 +124,11 @@ class Change:
     def empty(self) -> bool:
         """True if there is nothing to commit."""
         return self.unit.empty and not self._events
+
+    @property
+    def marks(self) -> int:
+        """Rises with everything put or recorded."""
+        return self._puts + len(self._events)
 
     def seal(self, revision: int, term: int) -> tuple[Event, ...]:
         """Numbers the events and freezes the unit."""
@@ -173,6 +181,9 @@ class Ledger:
 
     def submit(self, change: Change) -> int:
         """Hands the change to the writer without waiting; returns its revision."""
+        if self.failed.done():
+            # what is in memory is not what is stored: nothing more may be built on it
+            raise LibraError("NOT_LEADER", "this scheduler is stopping; ask again in a moment")
         if change.empty:
             return self.fleet.revision
         self.fleet.revision += 1
@@ -180,9 +191,7 @@ class Ledger:
         try:
             events = change.seal(revision, self.fleet.term)
         except Exception as error:
-            # memory is ahead of what can be written: stop leading and load again
-            if not self.failed.done():
-                self.failed.set_result(error)
+            self.fail(error)
             raise
         future = self._writer.submit(change.unit)
         future.add_done_callback(lambda f: self._done(f, revision, events))
@@ -192,11 +201,26 @@ class Ledger:
         self._notify()
         return revision
 
+    def fail(self, error: BaseException) -> None:
+        """Memory is ahead of what will be written: stop leading and load again."""
+        if not self.failed.done():
+            self.failed.set_result(error)
+
+    @contextlib.contextmanager
+    def guard(self, change: Change) -> Iterator[None]:
+        """Around the code that fills `change`: an error after it touched anything must not leave memory ahead."""
+        try:
+            yield
+        except BaseException as error:
+            if not change.empty:
+                _log.critical("a change was broken off half-way", caused_by=change.caused_by, error=repr(error))
+                self.fail(error)
+            raise
+
     def _done(self, future: "asyncio.Future[None]", revision: int, events: tuple[Event, ...]) -> None:
         error = None if future.cancelled() else future.exception()
         if error is not None or future.cancelled():
-            if not self.failed.done():
-                self.failed.set_result(error or asyncio.CancelledError())
+            self.fail(error or asyncio.CancelledError())
             return
         for listener in self.listeners:
             listener.committed(revision, events)

@@ -99,7 +99,9 @@ class Observe:
         kind = load.WhichOneof("kind")
         if kind == "rollout":
             for engine in load.rollout.engines:
-                self._engine(engine, now)
+                replica = self._ledger.fleet.replicas.get(engine.replica)
+                if replica is not None and replica.owner_session == session.name:
+                    self._engine(engine, now)
         elif kind == "trainer":
             times = self.trainers.setdefault(session.worker, TrainerTimes())
             times.at, times.trained_tokens = now, load.trainer.trained_tokens

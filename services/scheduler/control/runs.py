@@ -25,7 +25,10 @@ class TaskFile:
 
 def read_tasks(blobs: BlobStore, ref: wire.BlobRef) -> TaskFile:
     """Reads and checks a task file; INVALID_FIELD names the first bad line."""
-    text = blobs.get(ref).decode("utf-8", errors="strict")
+    try:
+        text = blobs.get(ref).decode("utf-8", errors="strict")
+    except UnicodeDecodeError as error:
+        raise errors.invalid_field(f"{ref.uri}: not UTF-8 at byte {error.start}; a task file is JSON lines") from None
     lines = [line for line in text.split("\n") if line.strip()]
     if not lines:
         raise errors.invalid_field(f"{ref.uri}: the task file has no tasks; expected one JSON object a line")
@@ -44,6 +47,8 @@ def check_task(text: str, where: str) -> None:
         task = json.loads(text)
     except ValueError as error:
         raise errors.invalid_field(f"{where}: the task is not valid JSON: {error}") from None
+    except RecursionError:
+        raise errors.invalid_field(f"{where}: the task's JSON is nested too deeply") from None
     if not isinstance(task, dict):
         raise errors.invalid_field(f"{where}: a task is a JSON object, found {type(task).__name__}")
 

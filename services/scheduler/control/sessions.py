@@ -68,6 +68,10 @@ def begin(
         current = fleet.sessions.get(f"{worker_name}/sessions/{worker.epoch}")
         if current is not None and current.request_id == request_id:
             return current, change
+        if any(s.worker == worker_name and s.request_id == request_id for s in fleet.sessions.values()):
+            raise errors.LibraError(
+                "SESSION_FENCED", f"this request began an earlier session of {worker_name}; a newer one exists"
+            )
         if current is not None and current.state in ALIVE:
             end(change, holds, current, "fence", "NEWER_SESSION", f"{worker_name} began a newer session")
     else:

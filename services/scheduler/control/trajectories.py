@@ -95,11 +95,13 @@ def progress(change: Change, session: str, report: Progress) -> Trajectory:
     known_turns = {(t.index, t.part): t for t in fleet.turns.get(key, [])}
     known_sequences = {s.index: s for s in fleet.sequences.get(key, [])}
     ends, shas = _extents(fleet.segments.get(key, []))
+    run = fleet.runs[trajectory.run]
     turns, sequences, segments = [], [], []
     for turn in report.turns:
         old = known_turns.get((turn.index, turn.part))
         if old is None:
             turns.append(turn)
+            known_turns[turn.index, turn.part] = turn
         elif old.record != turn.record:
             raise errors.already_exists(trajectory.name, f"turn {turn.index} part {turn.part} with other content")
     for sequence in report.sequences:
@@ -121,13 +123,20 @@ def progress(change: Change, session: str, report: Progress) -> Trajectory:
                 f"expected {expected}: segments follow one another without gap or overlap",
                 resource=trajectory.name,
             )
+        for span in segment.spans:
+            # a version that was never made would pass for a fresh one
+            if run.kind == "TRAIN" and (span.lineage != run.lineage or span.number > run.head):
+                raise errors.invalid_field(
+                    f"{trajectory.name}: tokens of version {span.lineage}-{span.number}; {run.name} is at "
+                    f"{run.lineage}-{run.head}",
+                    resource=trajectory.name,
+                )
         ends[segment.sequence] = segment.first_position + segment.tokens
         shas[position] = segment.sha256
         segments.append(segment)
     fleet.turns.setdefault(key, []).extend(turns)
     fleet.sequences.setdefault(key, []).extend(sequences)
     fleet.segments.setdefault(key, []).extend(segments)
-    run = fleet.runs[trajectory.run]
     trajectory.prompt_tokens += report.prompt_tokens if turns else 0
     for turn in turns:
         trajectory.generated_tokens += turn.generated_tokens
