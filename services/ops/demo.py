@@ -94,10 +94,12 @@ class Demonstration:
 
     async def run(self) -> int:
         """Everything; returns the exit code."""
-        set_aside(self.folder)
+        earlier = set_aside(self.folder)
         self.folder.mkdir(parents=True)
         self._tell(started=time.time(), options=asdict(self.options), seed=self.options.seed, machine=summary.machine())
         self.console.print(f"libra demo: everything goes to {self.folder}", highlight=False, soft_wrap=True)
+        if earlier is not None:
+            self.console.print(f"the earlier run of this name is kept as {earlier}", highlight=False, soft_wrap=True)
         cluster = Cluster(self.config, on_change=self._changed)
         try:
             with self._interruptible(cluster):
@@ -108,8 +110,17 @@ class Demonstration:
             self.console.print("interrupted; every process has ended", highlight=False)
             return INTERRUPTED
         except Stalled as error:
+            await self._report_what_there_is()
             self.console.print(f"libra demo: {error}", style="bold red", highlight=False, markup=False, soft_wrap=True)
+            self.console.print(f"what every process said is in {self.folder / 'logs'}", highlight=False, soft_wrap=True)
             return 1
+
+    async def _report_what_there_is(self) -> None:
+        """Summary and report of a job that did not end; its records were exported before the cluster was stopped."""
+        try:
+            await asyncio.to_thread(self._judge)
+        except Exception as error:  # noqa: BLE001 - whatever is missing, what was wrong with the job comes next
+            self.console.print(f"no report could be made of it: {error!r}", style="bold red", highlight=False)
 
     async def _run(self, cluster: Cluster) -> int:
         try:
@@ -273,17 +284,20 @@ def cluster_config(options: Options) -> ClusterConfig:
     )
 
 
-def set_aside(folder: Path) -> None:
-    """An earlier run of the same name keeps its results under a name with its time; another folder is not touched."""
+def set_aside(folder: Path) -> Path | None:
+    """An earlier run of the same name keeps its results under a name with its time, which is returned.
+
+    None if there is none; another folder is not touched (ConfigError).
+    """
     if not folder.exists() or not any(folder.iterdir()):
         if folder.exists():
             folder.rmdir()
-        return
+        return None
     if not (folder / "demo.json").exists():
         raise ConfigError(f"{folder}: not empty, and not a demonstration's folder; choose another --name or --run-dir")
     os.close(claim(folder))
     when = time.strftime("%Y%m%d-%H%M%S", time.localtime((folder / "demo.json").stat().st_mtime))
-    folder.rename(folder.with_name(f"{folder.name}-{when}"))
+    return folder.rename(folder.with_name(f"{folder.name}-{when}"))
 
 
 def progress(run: wire.Run, view: View) -> tuple[int, ...]:

@@ -4,10 +4,12 @@ import hashlib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from services.common import wire
 from services.common.config import Strict
+from services.common.errors import LibraError
+from services.trainer import algorithm
 
 
 class EnvironmentSection(Strict):
@@ -21,10 +23,21 @@ class EnvironmentSection(Strict):
 
 
 class AlgorithmSection(Strict):
-    """The trainer's algorithm; its settings are checked by the trainer."""
+    """The trainer's algorithm, one that this version's trainer knows."""
 
-    name: str = "grpo"
+    name: str = algorithm.NAME
     settings: dict[str, Any] = Field(default_factory=dict)
+    """Keys of services.trainer.algorithm.Grpo."""
+
+    @model_validator(mode="after")
+    def _known(self) -> "AlgorithmSection":
+        if self.name != algorithm.NAME:
+            raise ValueError(f"name {self.name!r} is not an algorithm of this trainer; it knows {algorithm.NAME!r}")
+        try:
+            algorithm.from_settings(self.settings)
+        except LibraError as error:
+            raise ValueError(error.message) from None
+        return self
 
 
 class BatchSection(Strict):

@@ -129,7 +129,7 @@ def test_a_port_in_use_is_named() -> None:
 
 def test_a_run_file_becomes_a_run(tmp_path: Path) -> None:
     text = RUN + (
-        "  multiple_of: 3\nalgorithm: {name: grpo, settings: {clip: 0.2}}\n"
+        "  multiple_of: 3\nalgorithm: {name: grpo, settings: {clip_low: 0.2}}\n"
         "staleness: {max_versions: 0, on_exceed: DROP_GROUP}\non_void: {action: SHRINK, min_members: 2}\n"
         "failures: [{failure: EPISODE, action: VOID}]\nmin_reward_spread: 0\n"
         "limits: {max_generated_tokens: 64, max_run_time_s: 60}\nsampling: {temperature: 0}\nseed: 0\nepochs: 2\n"
@@ -139,7 +139,7 @@ def test_a_run_file_becomes_a_run(tmp_path: Path) -> None:
     )
     assert found.policies[0].model == str(tmp_path / "model")
     assert (found.batch.groups, found.batch.multiple_of, found.group_size) == (6, 3, 4)
-    assert found.algorithm.settings["clip"] == 0.2
+    assert found.algorithm.settings["clip_low"] == 0.2
     assert found.staleness.HasField("max_versions")
     assert found.staleness.max_versions == 0
     assert found.sampling.HasField("temperature")
@@ -326,3 +326,17 @@ def test_the_scheduler_is_found_by_option_variable_cluster_or_default(tmp_path: 
     current.write_text("{")
     monkeypatch.delenv("LIBRA_SCHEDULER")
     assert target.find(None, current).scheduler == "127.0.0.1:7070"
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "said"),
+    [
+        ("{name: grpoo}", "'grpoo' is not an algorithm of this trainer; it knows 'grpo'"),
+        ("{settings: {clip_lo: 0.1}}", "unknown key 'clip_lo'; did you mean 'clip_low'?"),
+        ("{settings: {learning_rate: fast}}", "learning_rate"),
+    ],
+)
+def test_an_algorithm_the_trainer_would_refuse_is_refused_in_the_file(algorithm: str, said: str) -> None:
+    with pytest.raises(ConfigError, match="r.yaml:8") as caught:
+        run(RUN + f"algorithm: {algorithm}\n")
+    assert said in str(caught.value)

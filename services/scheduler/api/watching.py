@@ -34,7 +34,7 @@ async def watch(
         start = options.start_revision or horizon + 1
         if not 0 < start <= horizon + 1:
             raise errors.invalid_field(
-                f"options.start_revision: {options.start_revision}; expected 1 to {horizon + 1}, the next one, or 0 for it"
+                f"options.start_revision: {options.start_revision}; expected 1 to {horizon + 1}, or 0 for the next one"
             )
         compacted = await store.compacted_revision()
         if start <= compacted:
