@@ -165,6 +165,7 @@ def _segment(message: wire.TrajectoryProgress, sequence: int, item: wire.Segment
     where = f"{message.trajectory} sequence {sequence} segment at {item.first_position}"
     blob(item.blob, where)
     count(item.first_position, f"{where} first_position")
+    count(item.tokens, f"{where} tokens")
     if item.tokens < 1:
         raise errors.invalid_field(f"{where}: {item.tokens} tokens; a segment has at least one")
     if not 0 <= item.trainable_tokens <= item.tokens:
@@ -175,6 +176,8 @@ def _segment(message: wire.TrajectoryProgress, sequence: int, item: wire.Segment
         raise errors.invalid_field(f"{where}: columns {sorted(needed - columns)} are missing")
     spans = []
     for span in item.versions:
+        count(span.tokens, f"{where} version span tokens")
+        count(span.first_position, f"{where} version span first_position")
         if span.tokens < 1 or not 0 <= span.trainable_tokens <= span.tokens or span.version.lineage < 1:
             raise errors.invalid_field(f"{where}: malformed version span")
         spans.append(

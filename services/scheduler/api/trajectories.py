@@ -55,6 +55,10 @@ class TrajectoryService(wire.TrajectoryServiceServicer):
             tasks = await asyncio.to_thread(runs.read_tasks, self._cycle.blobs, ref)
             run.task_lines = len(tasks.lines)
         await self._check_environments(run)
+        # the same request may have come again, and been answered, while files and environments were looked at
+        known = await self._idempotency.known("CreateRun", request, wire.CreateRunResponse)
+        if known is not None:
+            return known
         if run.name in self._ledger.fleet.runs:
             raise errors.already_exists(run.name, "a run of that id; choose another run_id")
         if request.validate_only:

@@ -19,6 +19,9 @@ from services.scheduler.core.model import Command, Reassignment, Replica, Sessio
 _log = log.get(__name__)
 
 DRAINABLE = ("ACTIVE", "CORDONED", "SUSPECT")
+KEEP_FINISHED = 256
+"""Reassignments and replicas that are over and stay in memory."""
+MAX_RETRY_SECONDS = 60.0
 KIND_OF_ROLE = {"ROLLOUT": "ROLLOUT", "TRAINER": "TRAINER"}
 
 
@@ -28,6 +31,7 @@ class Handovers:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._retry_at: dict[str, float] = {}
+        self._tries: dict[str, int] = {}
         self._unconfirmed_since: dict[str, float] = {}
 
     # ---- starting
@@ -81,7 +85,10 @@ class Handovers:
             for a in [*(x for t in r.targets for x in t.accelerators), *self._accelerators_of(r.sources)]
         }
         for accelerator in fleet.accelerators.values():
-            if accelerator.name in busy or fleet.replica_on(accelerator.name) is not None:
+            serving = fleet.replica_on(accelerator.name)
+            if serving is not None and serving.state == "ACTIVE":
+                self._tries.pop(accelerator.name, None)
+            if accelerator.name in busy or serving is not None:
                 continue
             if change.at < self._retry_at.get(accelerator.name, 0.0):
                 continue
@@ -90,7 +97,9 @@ class Handovers:
             if worker is None:
                 continue
             target = self.target(role, (accelerator.name,), worker.worker)
-            self._retry_at[accelerator.name] = change.at + 2.0
+            # a grant that always fails (a foreign process holds the device) must not be tried at full speed for ever
+            tries = self._tries[accelerator.name] = self._tries.get(accelerator.name, 0) + 1
+            self._retry_at[accelerator.name] = change.at + min(MAX_RETRY_SECONDS, 2.0**tries)
             self.start(
                 change, [], [target], cause="bootstrap", code="RESTORE_LAYOUT",
                 text=f"{accelerator.name} serves {role} and has no replica",
@@ -119,6 +128,7 @@ class Handovers:
 
     def advance(self, change: Change) -> None:
         """One look at everything under way."""
+        self._forget_old(change)
         for replica in list(change.fleet.live_replicas()):
             if replica.state in ("RELEASING", "UNCONFIRMED", "QUARANTINED"):
                 self._settle_release(change, replica)
@@ -130,6 +140,17 @@ class Handovers:
         for reassignment in list(change.fleet.reassignments.values()):
             if reassignment.state not in REASSIGNMENT.terminal:
                 self._advance_one(change, reassignment)
+
+    @staticmethod
+    def _forget_old(change: Change) -> None:
+        """Drops the oldest of what is over from memory; the store has all of it."""
+        fleet = change.fleet
+        over = [r.name for r in fleet.reassignments.values() if r.state in REASSIGNMENT.terminal]
+        for name in over[: max(0, len(over) - KEEP_FINISHED)]:
+            del fleet.reassignments[name]
+        gone = [r.name for r in fleet.replicas.values() if r.state in REPLICA.terminal]
+        for name in gone[: max(0, len(gone) - KEEP_FINISHED)]:
+            del fleet.replicas[name]
 
     def _ready(self, change: Change, replica: Replica) -> bool:
         """A rollout replica serves what it should, or nothing is there to serve; a trainer is ready when granted."""

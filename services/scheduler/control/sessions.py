@@ -162,9 +162,14 @@ def take_over(ledger: Ledger) -> Change:
         command.deadline_at = change.at + command.valid_for
     for reassignment in ledger.fleet.reassignments.values():
         reassignment.deadline_at = change.at + reassignment.timeout
+    last: dict[str, int] = {}
     for trajectory in ledger.fleet.trajectories.values():
         trajectory.queued_at = trajectory.leased_at = trajectory.progress_at = change.at
+        trajectory.lease_revision = 0
         holder = ledger.fleet.sessions.get(trajectory.holder)
-        # leases are part of the first complete answer to Await of every session
-        trajectory.lease_revision = holder.desired_revision if holder else 0
+        if holder is not None:
+            # leases are part of the first complete answer to Await of every session; each has a revision of its own, so
+            # that the answer can be given in parts (a session has had at least as many revisions as it has leases)
+            last[holder.name] = last.get(holder.name, holder.desired_revision + 1) - 1
+            trajectory.lease_revision = max(1, last[holder.name])
     return change
