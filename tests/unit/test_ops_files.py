@@ -337,6 +337,6 @@ def test_the_scheduler_is_found_by_option_variable_cluster_or_default(tmp_path: 
     ],
 )
 def test_an_algorithm_the_trainer_would_refuse_is_refused_in_the_file(algorithm: str, said: str) -> None:
-    with pytest.raises(ConfigError, match="r.yaml:8") as caught:
+    with pytest.raises(ConfigError, match=r"r\.yaml:8") as caught:
         run(RUN + f"algorithm: {algorithm}\n")
     assert said in str(caught.value)
