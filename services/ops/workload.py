@@ -36,7 +36,7 @@ TAIL = (10, 14)
 TAIL_SHARE_STATIONARY = 0.02
 TAIL_SHARE_END = 0.04
 LATENCY_START_MS = (5.0, 100.0)
-LATENCY_END_MS = (600.0, 4000.0)
+LATENCY_END_MS = (900.0, 5000.0)
 """(p50, p99) of one tool call at the start and at the end of the drift."""
 
 

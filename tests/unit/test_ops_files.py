@@ -56,7 +56,7 @@ def test_the_local_cluster_is_what_it_says(tmp_path: Path) -> None:
     assert by_name["scheduler"]["environments"] == {"e": "x:1"}
     assert by_name["scheduler"]["database"] == f"sqlite:///{tmp_path}/libra.db"
     assert by_name["rollout-2"]["accelerators"] == ["nodes/n0/accelerators/2"]
-    assert by_name["rollout-2"]["cpu_share"] == 0.25
+    assert by_name["rollout-2"]["cpu_share"] == 0.2
     assert by_name["trainer-2"]["collective"] == {"lighthouse": "http://127.0.0.1:8"}
     # what is written is what the agent reads
     node = next(s for s in found if s.name == "node-n0")
