@@ -24,7 +24,7 @@ LONGEST = 26
 HELDOUT_OPERATIONS = (1, 6)
 """Fewest and most operations of the held-out tasks and of the stationary training mix."""
 
-DRIFT = (0.25, 0.65)
+DRIFT = (0.2, 0.5)
 """Shares of the run at which the drift begins and is complete."""
 DRIFT_START = (1, 2)
 DRIFT_END = (3, 6)
