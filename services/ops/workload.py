@@ -45,13 +45,13 @@ def training_tasks(seed: int, groups: int, drift: bool) -> list[dict[str, Any]]:
 
     With drift, over the part DRIFT of the run operations move from DRIFT_START to DRIFT_END, latency from
     LATENCY_START_MS to LATENCY_END_MS and the share of very long episodes (TAIL) from none to TAIL_SHARE_END. Without,
-    the mix is the same throughout: held-out lengths, and the latency half-way.
+    the mix is the same throughout: held-out lengths, and the latency of the end.
     """
     rng = random.Random(f"train/{seed}/{drift}")  # noqa: S311 - a workload, no secret
     tasks = []
     for index in range(groups):
         done = index / max(1, groups - 1)
-        progress = min(1.0, max(0.0, done - DRIFT[0]) / (DRIFT[1] - DRIFT[0])) if drift else 0.5
+        progress = min(1.0, max(0.0, done - DRIFT[0]) / (DRIFT[1] - DRIFT[0])) if drift else 1.0
         low, high = HELDOUT_OPERATIONS
         if drift and rng.random() >= HELDOUT_SHARE:
             low, high = (round(bound) for bound in _between(DRIFT_START, DRIFT_END, progress))
