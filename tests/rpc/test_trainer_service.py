@@ -219,9 +219,12 @@ async def test_hybrid_trainer_joins_and_leaves_and_the_result_is_the_same(world)
     assert (generation, held) == (2, True)
     # a refused commit is applied by neither, and the same manifest is trained again
     scheduler.refuse_commits = 2
-    scheduler.limit = 11
-    await scheduler.touch()
-    await scheduler.until(lambda: 11 in scheduler.files)
+    for number in range(3, 12):
+        # steps here are far shorter than the pause of a replica that lost the group; it shall be back for the last one
+        scheduler.limit = number
+        await scheduler.touch()
+        await scheduler.until(lambda number=number: number in scheduler.files)
+        await asyncio.sleep(0.5)
     await scheduler.release("t2")
     assert not lock.probe()[2]
     assert not world.running[1].agent.loop
@@ -234,8 +237,8 @@ async def test_hybrid_trainer_joins_and_leaves_and_the_result_is_the_same(world)
     # the joiner got its state from the core: it redid nothing. It may have been refused where the core was not; then it
     # did not apply that step and got the result from the core as well
     visits = world.history("t2", "trained")
-    together = {n for n, members in by_step.items() if members == (1, 2)}
-    assert {v["version"][1] for v in visits} <= together
+    taken_part = {n for n, members in by_step.items() if 2 in members}
+    assert {v["version"][1] for v in visits} <= taken_part
     assert visits[-1]["version"][1] == 11
     assert not any(v["redo"] for v in visits)
     assert largest_difference(world.weights(12), alone(world, 12)) < 1e-9
