@@ -12,7 +12,6 @@ import asyncio
 import json
 import logging
 import random
-import statistics
 import sys
 import tempfile
 import time
@@ -46,8 +45,8 @@ def cluster(folder: Path, sequences: int) -> ClusterConfig:
     )
 
 
-async def service(sequences: int, tasks: int, operations: int) -> tuple[float, float, float]:
-    """Tokens per second over the middle of the run, mean turns and mean tokens of an episode."""
+async def service(sequences: int, tasks: int, operations: int) -> tuple[float, float]:
+    """Tokens per second over the middle of the run, and mean tokens of an episode."""
     with tempfile.TemporaryDirectory() as folder:
         started = Cluster(cluster(Path(folder) / "run", sequences))
         try:
@@ -75,13 +74,13 @@ def work(tasks: int, operations: int) -> list[dict[str, object]]:
     return made
 
 
-async def measure(client: LibraClient, tasks: int) -> tuple[float, float, float]:
+async def measure(client: LibraClient, tasks: int) -> tuple[float, float]:
     """Waits for the end; the rate is taken between a quarter and three quarters of all generated tokens."""
     samples: list[tuple[float, int]] = []
     while True:
         found = await client.get_run("runs/bench")
         items = await client.list_trajectories("runs/bench")
-        samples.append((time.monotonic(), sum(t.generated_tokens for t in items)))
+        samples.append((time.monotonic(), sum(t.tokens.generated for t in items)))
         if found.state == wire.RUN_STATE_FINISHED:
             break
         await asyncio.sleep(0.5)
@@ -89,7 +88,7 @@ async def measure(client: LibraClient, tasks: int) -> tuple[float, float, float]
     middle = [s for s in samples if 0.25 * total <= s[1] <= 0.75 * total]
     assert sum(t.count for t in found.counts.terminal) == tasks
     rate = (middle[-1][1] - middle[0][1]) / (middle[-1][0] - middle[0][0])
-    return rate, statistics.mean(t.turns for t in items), total / tasks
+    return rate, total / tasks
 
 
 def bare(sequences: int, tasks: int, prompt: int, tokens: int) -> float:
@@ -116,9 +115,11 @@ def main() -> None:
     options = parser.parse_args()
     logging.disable(logging.CRITICAL)
     sys.setswitchinterval(0.0005)
-    rate, turns, tokens = asyncio.run(service(options.sequences, options.tasks, options.operations))
+    rate, tokens = asyncio.run(service(options.sequences, options.tasks, options.operations))
     alone = bare(options.sequences, options.tasks, 3 * options.operations + 4, max(1, round(tokens)))
-    print(f"{options.sequences} sequences, {turns:.1f} turns and {tokens:.0f} generated tokens an episode")
+    print(
+        f"{options.sequences} sequences, tasks of {options.operations} calls, {tokens:.0f} generated tokens an episode"
+    )
     print(f"service {rate:7.0f} tokens/s")
     print(f"bare    {alone:7.0f} tokens/s, service / bare {rate / alone:.2f}")
 
