@@ -19,7 +19,7 @@ LARGEST = 999
 """Running totals stay within 0..LARGEST: at most three characters, never a sign."""
 
 LONGEST = 26
-"""Operations of the longest episode: about 450 tokens, within the demo model's 512 positions."""
+"""Most operations that the demo's model was shown: about 450 tokens, within its 512 positions."""
 
 HELDOUT_OPERATIONS = (1, 6)
 """Fewest and most operations of the held-out tasks and of the stationary training mix."""
@@ -33,6 +33,7 @@ HELDOUT_SHARE = 0.3
 within ten steps when to stop on short ones."""
 
 TAIL = (10, 14)
+"""Operations of the very long episodes."""
 TAIL_SHARE_STATIONARY = 0.02
 TAIL_SHARE_END = 0.04
 LATENCY_START_MS = (5.0, 100.0)

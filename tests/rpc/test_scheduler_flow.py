@@ -1,24 +1,11 @@
 """One trajectory, one step, one hand-over, over the real wire with fake workers."""
 
 import asyncio
-import uuid
 
 import grpc
-import pytest
 
 from services.common import wire
-from services.common.rpc.status import from_rpc_error
-from tests.support.robots import SHA, accelerator, small_fleet
-
-
-def rid() -> str:
-    return str(uuid.uuid4())
-
-
-async def refused(call) -> object:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call
-    return from_rpc_error(caught.value)
+from tests.support.robots import SHA, accelerator, refused, rid, small_fleet
 
 
 async def test_a_group_is_generated_taken_committed_and_published(cluster):
@@ -92,16 +79,9 @@ async def test_a_commit_that_differs_from_the_manifest_is_refused(cluster):
 async def test_a_hybrid_accelerator_changes_sides_only_after_a_confirmed_release(cluster):
     async with small_fleet(cluster) as (node, trainer, core, hybrid, spare):
         await cluster.create_run("r", group_size=2)
-        old = next(r for r in cluster.state.replicas.values() if r.worker == "workers/rollout-2")
         node.confirms = False
-        request = wire.ReassignRequest(
-            request_id=rid(),
-            sources=[wire.ReassignmentSource(replica=old.name, generation=old.generation)],
-            targets=[
-                wire.ReassignmentTarget(spec=wire.ReplicaSpec(role=wire.ROLE_TRAINER, accelerators=[accelerator(2)]))
-            ],
-        )
-        moved = (await cluster.admin.Reassign(request, timeout=5)).reassignment
+        old = cluster.state.replica_on(accelerator(2))
+        moved = await cluster.reassign_to_trainer(2)
         await cluster.until(lambda: sum(c.handover.step.kind == wire.HANDOVER_KIND_CONFIRM for c in node.commands) >= 2)
         assert not [r for r in cluster.state.replicas.values() if r.worker == "workers/trainer-2"]
         assert old.state == "RELEASING"
@@ -126,15 +106,8 @@ async def test_a_grant_that_fails_is_rolled_back_and_the_source_serves_again(imp
 
         spare.on_command = refuse  # type: ignore[method-assign]
         spare.session._handler = spare
-        old = next(r for r in cluster.state.replicas.values() if r.worker == "workers/rollout-2")
-        request = wire.ReassignRequest(
-            request_id=rid(),
-            sources=[wire.ReassignmentSource(replica=old.name, generation=old.generation)],
-            targets=[
-                wire.ReassignmentTarget(spec=wire.ReplicaSpec(role=wire.ROLE_TRAINER, accelerators=[accelerator(2)]))
-            ],
-        )
-        moved = (await cluster.admin.Reassign(request, timeout=5)).reassignment
+        old = cluster.state.replica_on(accelerator(2))
+        moved = await cluster.reassign_to_trainer(2)
         await cluster.until(lambda: cluster.state.reassignments[moved.name].state == "ROLLED_BACK", timeout=15)
         back = cluster.state.replica_on(accelerator(2))
         assert back is not None

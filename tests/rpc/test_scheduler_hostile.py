@@ -12,20 +12,9 @@ import pytest
 
 from services.common import wire
 from services.common.rpc.channel import MAX_MESSAGE_BYTES, connect
-from services.common.rpc.status import from_rpc_error
-from tests.support.robots import NODE, Cluster, NodeRobot, Robot, RolloutRobot, accelerator, small_fleet
+from tests.support.robots import NODE, Cluster, NodeRobot, Robot, RolloutRobot, accelerator, refused, rid, small_fleet
 
 END_OF_INT64 = (1 << 63) - 1
-
-
-def rid() -> str:
-    return str(uuid.uuid4())
-
-
-async def refused(call) -> object:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call
-    return from_rpc_error(caught.value)
 
 
 async def lives(cluster) -> None:
@@ -357,15 +346,7 @@ async def test_a_trainer_granted_after_a_batch_was_taken_joins_with_the_next_one
         await cluster.submit("runs/r", 2)
         taken = await cluster.take(trainer, 1)
         assert [m.worker for m in taken.roster.members] == ["workers/trainer-0"]
-        old = next(r for r in cluster.state.replicas.values() if r.worker == "workers/rollout-2")
-        request = wire.ReassignRequest(
-            request_id=rid(),
-            sources=[wire.ReassignmentSource(replica=old.name, generation=old.generation)],
-            targets=[
-                wire.ReassignmentTarget(spec=wire.ReplicaSpec(role=wire.ROLE_TRAINER, accelerators=[accelerator(2)]))
-            ],
-        )
-        moved = (await cluster.admin.Reassign(request, timeout=5)).reassignment
+        moved = await cluster.reassign_to_trainer(2)
         await cluster.until(lambda: cluster.state.reassignments[moved.name].state == "SUCCEEDED")
         await cluster.until(lambda: len(trainer.roster.members) == 2)
         again = await cluster.take(trainer, 1)

@@ -7,14 +7,31 @@ from collections.abc import Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import grpc
+import pytest
+
 from services.common import wire
 from services.common.blobs import BlobStore
+from services.common.errors import LibraError
+from services.common.rpc.status import from_rpc_error
 from services.common.session import FleetSession, SessionLost
 from services.scheduler.bootstrap import Scheduler
 from services.scheduler.config import SchedulerConfig
 
 NODE = "nodes/n0"
 SHA = hashlib.sha256(b"tokens").hexdigest()
+
+
+def rid() -> str:
+    """A request id."""
+    return str(uuid.uuid4())
+
+
+async def refused(call) -> LibraError:
+    """The error that a call ends with."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return from_rpc_error(caught.value)
 
 
 def accelerator(index: int) -> str:
@@ -269,18 +286,18 @@ class Cluster:
         if tasks is not None:
             ref = self.blobs.put(f"tasks/{run_id}.jsonl", "\n".join(tasks).encode())
             run.tasks.file.CopyFrom(ref)
-        request = wire.CreateRunRequest(request_id=str(uuid.uuid4()), run_id=run_id, run=run)
+        request = wire.CreateRunRequest(request_id=rid(), run_id=run_id, run=run)
         return (await self.trajectories.CreateRun(request, timeout=5)).run
 
     async def submit(self, run: str, count: int) -> list[str]:
         request = wire.SubmitGroupsRequest(
-            request_id=str(uuid.uuid4()), run=run, tasks=[wire.Task(json=f'{{"n": {n}}}') for n in range(count)]
+            request_id=rid(), run=run, tasks=[wire.Task(json=f'{{"n": {n}}}') for n in range(count)]
         )
         return list((await self.trajectories.SubmitGroups(request, timeout=5)).groups)
 
     async def take(self, trainer: TrainerRobot, step: int, wait: float = 5.0, run: str = "runs/r", **size: int):
         request = wire.TakeBatchRequest(
-            request_id=str(uuid.uuid4()), caller=trainer.session.caller(), run=run, step=step,
+            request_id=rid(), caller=trainer.session.caller(), run=run, step=step,
             size=wire.BatchSize(**size), wait=wire.duration(wait),
         )  # fmt: skip
         return await self.trajectories.TakeBatch(request, timeout=wait + 5)
@@ -291,15 +308,29 @@ class Cluster:
             "members": trainer.members(), "roster_revision": trainer.roster.revision, **changes,
         }  # fmt: skip
         request = wire.CommitStepRequest(
-            request_id=str(uuid.uuid4()), caller=trainer.session.caller(), manifest=manifest.name, **fields
+            request_id=rid(), caller=trainer.session.caller(), manifest=manifest.name, **fields
         )
         return (await self.trajectories.CommitStep(request, timeout=5)).version
+
+    async def reassign_to_trainer(self, index: int) -> wire.Reassignment:
+        """An operator's order: the accelerator's rollout replica makes room for a trainer."""
+        old = self.state.replica_on(accelerator(index))
+        request = wire.ReassignRequest(
+            request_id=rid(),
+            sources=[wire.ReassignmentSource(replica=old.name, generation=old.generation)],
+            targets=[
+                wire.ReassignmentTarget(
+                    spec=wire.ReplicaSpec(role=wire.ROLE_TRAINER, accelerators=[accelerator(index)])
+                )
+            ],
+        )
+        return (await self.admin.Reassign(request, timeout=5)).reassignment
 
     async def publish(self, trainer: TrainerRobot, version: wire.VersionRef, run: str = "runs/r") -> None:
         files = wire.WeightManifest(format="safetensors", checksum=f"checksum-{version.number}", dtype="float32")
         files.shards.add(name="model.safetensors", blob=wire.BlobRef(uri="file:///w", sha256=SHA, size_bytes=1))
         request = wire.PublishWeightsRequest(
-            request_id=str(uuid.uuid4()), caller=trainer.session.caller(), run=run, version=version, files=files
+            request_id=rid(), caller=trainer.session.caller(), run=run, version=version, files=files
         )
         await self.trajectories.PublishWeights(request, timeout=5)
 

@@ -4,6 +4,8 @@ import grpc
 import grpc.aio
 
 MAX_MESSAGE_BYTES = 4 << 20
+MAX_ANSWER_BYTES = 3 << 20
+"""Where an answer that could be larger ends, the rest in the next one: a message, less room for its other fields."""
 KEEPALIVE_MS = 5_000
 KEEPALIVE_TIMEOUT_MS = 3_000
 

@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator
 
 from services.common import errors, wire
+from services.common.rpc.channel import MAX_ANSWER_BYTES
 from services.common.rpc.server import Context
 from services.scheduler.api import convert, pages, render
 from services.scheduler.api.idempotency import Idempotency
@@ -52,7 +53,7 @@ class AdminService(wire.AdminServiceServicer):
         for row in rows:
             resource = await self._resources.render(kind, row)
             total += resource.ByteSize()
-            if answer.resources and total > pages.MAX_PAGE_BYTES:
+            if answer.resources and total > MAX_ANSWER_BYTES:
                 break
             answer.resources.append(resource)
         if rows and (len(rows) == size or len(answer.resources) < len(rows)):

@@ -20,7 +20,6 @@ MAX_SHORT_BYTES = 256
 MAX_RUN_BYTES = 64 << 10
 """Settings of a run: all workers get those of every run."""
 MAX_TURN_PARTS = 64
-MAX_SEGMENTS = 2_048
 
 
 def request_id(value: str) -> str:

@@ -6,6 +6,7 @@ from functools import partial
 
 from services.common import errors, log, wire
 from services.common.rpc import requests
+from services.common.rpc.channel import MAX_ANSWER_BYTES
 from services.common.rpc.server import Context
 from services.scheduler.api import convert, render
 from services.scheduler.control import commands, sessions, trajectories
@@ -17,7 +18,6 @@ from services.scheduler.core.model import Accelerator, Command, Node, Session, T
 
 _log = log.get(__name__)
 
-MAX_DESIRED_BYTES = 3 << 20
 AWAIT_SLACK_SECONDS = 1.0
 """An Await is answered this long before its deadline, so that the answer arrives in time."""
 
@@ -371,7 +371,7 @@ class FleetService(wire.FleetServiceServicer):
         for item in wanted.trajectories:
             lease = self._lease(item)
             size += lease.ByteSize()
-            if size > MAX_DESIRED_BYTES and before not in (0, item.lease_revision):
+            if size > MAX_ANSWER_BYTES and before not in (0, item.lease_revision):
                 # the rest comes with the next answer, as soon as the worker says that it has this much
                 message.revision, message.complete, message.more = before, False, True
                 break

@@ -31,10 +31,6 @@ def encode(revision: int, after: str, query: object) -> str:
     return base64.urlsafe_b64encode(json.dumps([revision, after, _sign(query)]).encode()).decode()
 
 
-MAX_PAGE_BYTES = 3 << 20
-"""A page ends before it would be larger; a message may have 4 MiB."""
-
-
 def decode(text: str, query: object) -> Token:
     """The token's content; BAD_PAGE_TOKEN if it is malformed or of another query. Empty text is the first page."""
     if not text:

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import grpc.aio
 
 from services.common import errors, log, wire
-from services.common.rpc.channel import connect
+from services.common.rpc.channel import MAX_ANSWER_BYTES, connect
 from services.common.rpc.server import Context
 from services.common.rpc.status import from_rpc_error
 from services.scheduler.api import convert, pages, render
@@ -55,24 +55,21 @@ class TrajectoryService(wire.TrajectoryServiceServicer):
             tasks = await asyncio.to_thread(runs.read_tasks, self._cycle.blobs, ref)
             run.task_lines = len(tasks.lines)
         await self._check_environments(run)
-        # the same request may have come again, and been answered, while files and environments were looked at
-        known = await self._idempotency.known("CreateRun", request, wire.CreateRunResponse)
-        if known is not None:
-            return known
-        if run.name in self._ledger.fleet.runs:
-            raise errors.already_exists(run.name, "a run of that id; choose another run_id")
         if request.validate_only:
             return wire.CreateRunResponse(stamp=render.stamp(self._ledger.fleet), run=render.run(run))
-        if tasks is not None:
-            self._cycle.tasks[run.name] = tasks
-        change = self._ledger.change("client", request.request_id)
-        runs.create(self._ledger, run, change)
-        answer = wire.CreateRunResponse(
-            stamp=render.stamp(self._ledger.fleet, self._ledger.fleet.revision + 1), run=render.run(run)
-        )
-        self._idempotency.keep(change, "CreateRun", request, answer)
-        await self._ledger.commit(change)
-        return answer
+
+        def mutate(change: Change) -> wire.CreateRunResponse:
+            # again: another run of that id may have come while files and environments were looked at
+            if run.name in self._ledger.fleet.runs:
+                raise errors.already_exists(run.name, "a run of that id; choose another run_id")
+            if tasks is not None:
+                self._cycle.tasks[run.name] = tasks
+            runs.create(self._ledger, run, change)
+            return wire.CreateRunResponse(
+                stamp=render.stamp(self._ledger.fleet, self._ledger.fleet.revision + 1), run=render.run(run)
+            )
+
+        return await self._idempotency.run("CreateRun", request, wire.CreateRunResponse, mutate, "client")
 
     async def _check_environments(self, run: Run) -> None:
         """Asks each environment of the run to describe itself: an unreachable or different one is refused now."""
@@ -228,7 +225,7 @@ class TrajectoryService(wire.TrajectoryServiceServicer):
         for row in rows:
             message = await self._render(row, request.view)
             total += message.ByteSize()
-            if answer.trajectories and total > pages.MAX_PAGE_BYTES:
+            if answer.trajectories and total > MAX_ANSWER_BYTES:
                 break
             answer.trajectories.append(message)
         if rows and (len(rows) == size or len(answer.trajectories) < len(rows)):
@@ -331,7 +328,7 @@ class TrajectoryService(wire.TrajectoryServiceServicer):
         while index < len(manifest.members) and index - first < size:
             member = await self._member(manifest, index)
             total += member.ByteSize()
-            if answer.members and total > pages.MAX_PAGE_BYTES:
+            if answer.members and total > MAX_ANSWER_BYTES:
                 break
             answer.members.append(member)
             index += 1

@@ -3,8 +3,9 @@
 from collections.abc import AsyncIterator, Iterable
 
 from services.common import errors, wire
+from services.common.rpc.channel import MAX_ANSWER_BYTES
 from services.common.rpc.server import Context
-from services.scheduler.api import pages, render
+from services.scheduler.api import render
 from services.scheduler.api.resources import Resources
 from services.scheduler.control.cycle import Cycle
 from services.scheduler.control.watch import Overrun
@@ -103,7 +104,7 @@ async def _batches(
             if resource is not None:
                 message.resource.CopyFrom(resource)
         size += message.ByteSize()
-        if batch.events and size > pages.MAX_PAGE_BYTES:
+        if batch.events and size > MAX_ANSWER_BYTES:
             batch.bookmark = complete
             yield batch
             batch, size = wire.WatchBatch(term=term), message.ByteSize()

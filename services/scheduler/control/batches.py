@@ -99,16 +99,18 @@ async def take(
         )  # fmt: skip
         if choice.hold:
             ledger.held_since.setdefault(run.name, ledger.clock.monotonic())
-        for name in choice.stale:
-            group = ledger.fleet.groups[name]
-            trajectories.drop_group(change, group, "go_stale", "STALE", choice.reason.text)
-        if choice.take:
-            ledger.held_since.pop(run.name, None)
-            manifest = _freeze(change, run, policy, step, choice, (groups, least, multiple))
+        with ledger.guard(change):
+            for name in choice.stale:
+                group = ledger.fleet.groups[name]
+                trajectories.drop_group(change, group, "go_stale", "STALE", choice.reason.text)
+            if choice.take:
+                ledger.held_since.pop(run.name, None)
+                manifest = _freeze(change, run, policy, step, choice, (groups, least, multiple))
+            elif nothing_more_comes(ledger, run):
+                _drop_remainder(change, run, least)
+        if manifest is not None:
             await ledger.commit(change)
             return manifest
-        if nothing_more_comes(ledger, run):
-            _drop_remainder(change, run, least)
         if not change.empty:
             await ledger.commit(change)
             continue
