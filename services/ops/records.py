@@ -153,13 +153,16 @@ def _content(resource: wire.Resource) -> wire.Message:
 
 
 def write_lines(path: Path, rows: Iterable[dict[str, Any]]) -> int:
-    """Writes one JSON line for each row, whole or not at all; returns how many."""
+    """Writes one JSON line for each row, whole or not at all; returns how many.
+
+    Keys are sorted: protobuf's maps come in another order in each process, and equal records shall be equal text.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.part")
     count = 0
     with part.open("w", encoding="utf-8") as file:
         for row in rows:
-            file.write(json.dumps(row, separators=(",", ":")) + "\n")
+            file.write(json.dumps(row, sort_keys=True, separators=(",", ":")) + "\n")
             count += 1
     part.replace(path)
     return count
