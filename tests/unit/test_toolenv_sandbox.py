@@ -186,8 +186,8 @@ for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
 for _ in range(4):
     if os.fork() == 0:
         os.setsid()
-        if os.fork() == 0:
-            while True: time.sleep(1)
+        os.fork()
+        break
 while True: time.sleep(1)
 """
     before = sandboxed()
