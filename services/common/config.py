@@ -1,7 +1,13 @@
-"""Configuration files: strict YAML into pydantic models. A wrong key is refused with file, line and nearest key."""
+"""Configuration files: strict YAML into pydantic models. A wrong key is refused with file, line and nearest key.
+
+`${NAME}` stands for an environment variable, `${NAME:-text}` for one with a default, `$$` for a dollar sign, as in
+compose files: the same file then serves each of several containers or machines.
+"""
 
 import difflib
-from collections.abc import Sequence
+import os
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin
@@ -12,6 +18,8 @@ import yaml
 from services.common.errors import ConfigError
 
 M = TypeVar("M", bound=pydantic.BaseModel)
+
+VARIABLE = re.compile(r"\$(?:\$|\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?::-(?P<default>[^}\n]*))?\})")
 
 
 class Strict(pydantic.BaseModel):
@@ -32,6 +40,7 @@ def load(path: str | Path, model: type[M]) -> M:
 
 def loads(text: str, model: type[M], source: str) -> M:
     """As `load`, from text; `source` is named in messages."""
+    text = interpolate(text, os.environ, source)
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         data = yaml.safe_load(text)
@@ -47,6 +56,27 @@ def loads(text: str, model: type[M], source: str) -> M:
         return model.model_validate(data)
     except pydantic.ValidationError as error:
         raise ConfigError("\n".join(_describe(e, root, model, source) for e in error.errors())) from None
+
+
+def interpolate(text: str, variables: Mapping[str, str], source: str) -> str:
+    """The text with its variables put in; comments are left alone. ConfigError if one has no value."""
+    lines = []
+    for number, line in enumerate(text.splitlines(keepends=True), start=1):
+
+        def value(match: re.Match[str], number: int = number) -> str:
+            name, default = match["name"], match["default"]
+            if name is None:
+                return "$"
+            found = variables.get(name, "") or default
+            if found is None:
+                raise ConfigError(
+                    f"{source}:{number}: the environment variable {name} is not set; set it, or write "
+                    f"${{{name}:-DEFAULT}}"
+                )
+            return found
+
+        lines.append(line if line.lstrip().startswith("#") else VARIABLE.sub(value, line))
+    return "".join(lines)
 
 
 def _describe(error: Any, root: Any, model: type[pydantic.BaseModel], source: str) -> str:

@@ -46,7 +46,7 @@ class Scheduler:
 
     async def start(self) -> None:
         """Opens the store, takes the lead under a new term, loads the state and serves. ConfigError if it cannot."""
-        store = await asyncio.to_thread(open_store, self._config.database)
+        store = await asyncio.to_thread(open_store, self._config.database, self._config.database_password_file)
         self._store = store
         term = await asyncio.to_thread(store.acquire_term)
         fleet = await asyncio.to_thread(store.load)

@@ -1,8 +1,10 @@
 """The scheduler's configuration file."""
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from services.common.config import Strict
+
+POOLS = ("CORE_ROLLOUT", "CORE_TRAINING", "HYBRID")
 
 
 class LeaseSettings(Strict):
@@ -58,13 +60,15 @@ class SchedulerConfig(Strict):
     listen: str = "127.0.0.1:7070"
     ready_file: str | None = None
     database: str = "sqlite:///libra.db"
+    database_password_file: str = ""
+    """File whose first line is the password of a Postgres database; empty: it has none, or stands in the URL."""
     blobs: str = "blobs"
     environments: dict[str, str] = Field(default_factory=dict)
     """Addresses of tool environments by type, for runs that name none."""
     levels: dict[str, int] = Field(default_factory=dict)
-    """Queue level of rollout replicas by accelerator; unnamed ones are level 0."""
+    """Queue level of rollout replicas by accelerator, or by pool (CORE_ROLLOUT, HYBRID); others are level 0."""
     concurrency_caps: dict[str, int] = Field(default_factory=dict)
-    """Running sequences of rollout replicas by accelerator; unnamed ones get `default_concurrency_cap`."""
+    """Running sequences of rollout replicas, by the same keys; others get `default_concurrency_cap`."""
     default_concurrency_cap: int = Field(32, ge=1)
     cycle_s: float = Field(0.1, gt=0)
     leases: LeaseSettings = LeaseSettings()
@@ -73,3 +77,19 @@ class SchedulerConfig(Strict):
     handover: HandoverSettings = HandoverSettings()
     metrics_listen: str | None = None
     log_level: str = "info"
+
+    def level(self, accelerator: str, pool: str) -> int:
+        """Queue level of a rollout replica on this accelerator."""
+        return self.levels.get(accelerator, self.levels.get(pool, 0))
+
+    def concurrency_cap(self, accelerator: str, pool: str) -> int:
+        """Running sequences of a rollout replica on this accelerator."""
+        return self.concurrency_caps.get(accelerator, self.concurrency_caps.get(pool, self.default_concurrency_cap))
+
+    @field_validator("levels", "concurrency_caps")
+    @classmethod
+    def _keys(cls, value: dict[str, int]) -> dict[str, int]:
+        for key in value:
+            if not key.startswith("nodes/") and key not in POOLS:
+                raise ValueError(f"{key!r} is neither an accelerator (nodes/NODE/accelerators/0) nor one of {POOLS}")
+        return value

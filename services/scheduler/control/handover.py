@@ -108,16 +108,14 @@ class Handovers:
     def target(self, role: str, accelerators: tuple[str, ...], worker: str) -> Target:
         """A target with the level and cap that the configuration gives these accelerators."""
         config = self._ledger.config
-        first = accelerators[0]
+        first = self._ledger.fleet.accelerators[accelerators[0]]
         return Target(
             replica="",
             role=role,
             accelerators=accelerators,
             worker=worker,
-            level=config.levels.get(first, 0),
-            concurrency_cap=config.concurrency_caps.get(first, config.default_concurrency_cap)
-            if role == "ROLLOUT"
-            else 0,
+            level=config.level(first.name, first.pool),
+            concurrency_cap=config.concurrency_cap(first.name, first.pool) if role == "ROLLOUT" else 0,
         )
 
     def _accelerators_of(self, sources: Sequence[Source]) -> list[str]:

@@ -206,7 +206,7 @@ class Planning:
                 and len(replica.accelerators) == 1
                 and worker_for(change, to_role, replica.accelerators) is not None
             )
-            level = self._ledger.config.levels.get(accelerator.name, 0)
+            level = self._ledger.config.level(accelerator.name, accelerator.pool)
             views.append(
                 AcceleratorView(accelerator.name, accelerator.pool, replica.role, movable, level, replica.create_time)
             )

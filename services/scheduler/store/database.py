@@ -35,6 +35,19 @@ def parse(url: str) -> sa.URL:
     return parsed
 
 
+def with_password(url: sa.URL, file: Path) -> sa.URL:
+    """The URL with the password that the file's first line is; ConfigError if there is none to be had."""
+    if url.get_backend_name() == "sqlite":
+        raise ConfigError("database_password_file: SQLite has no passwords; leave it out")
+    try:
+        password = file.read_text().split("\n")[0].strip()
+    except OSError as error:
+        raise ConfigError(f"database_password_file: cannot read {file}: {error.strerror}") from None
+    if not password:
+        raise ConfigError(f"database_password_file: {file} is empty; expected the password in its first line")
+    return url.set(password=password)
+
+
 _EXPECTED = "expected sqlite:///PATH or postgresql://USER@HOST:PORT/DATABASE"
 
 

@@ -22,12 +22,15 @@ _ALEMBIC = threading.Lock()
 """Alembic keeps its context in module globals."""
 
 
-def open_store(url: str) -> Store:
-    """Opens the database of `url`: `sqlite:///PATH` or `postgresql://USER:PASSWORD@HOST:PORT/DATABASE`.
+def open_store(url: str, password_file: str = "") -> Store:
+    """Opens the database of `url`: `sqlite:///PATH` or `postgresql://USER@HOST:PORT/DATABASE`.
 
-    ConfigError if it cannot be reached, is in use by another scheduler (SQLite), or was written by a newer version.
+    The password is the first line of `password_file`, else it stands in the URL. ConfigError if the database cannot be
+    reached, is in use by another scheduler (SQLite), or was written by a newer version.
     """
     parsed = database.parse(url)
+    if password_file:
+        parsed = database.with_password(parsed, Path(password_file))
     lock = FileLock(str(parsed.database)) if parsed.get_backend_name() == "sqlite" else None
     try:
         engine = database.connect(parsed)
