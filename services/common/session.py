@@ -123,6 +123,11 @@ class FleetSession:
             for task in list(self._tasks):
                 task.cancel()
 
+    @property
+    def alive(self) -> bool:
+        """True while a session exists and is not known to be over."""
+        return self._began.is_set() and not self._lost.is_set()
+
     async def wait_begun(self) -> None:
         """Returns once a session exists."""
         await self._began.wait()

@@ -33,8 +33,7 @@ async def run(config: NodeConfig) -> int:
     agent.workers.start_all()
     tasks.start("measure", agent.measure_forever())
     await stop.wait()
-    await agent.workers.stop_all()
-    await agent.session.stop(abandon=True)
+    await agent.leave()
     await tasks.stop()
     if failed:
         fenced = isinstance(failed[0], SessionFenced)

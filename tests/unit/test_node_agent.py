@@ -16,7 +16,7 @@ from services.common.errors import LibraError
 from services.common.locks import GenerationLock
 from services.node.agent import NodeAgent
 from services.node.config import NodeConfig
-from tests.support.robots import Cluster
+from tests.support.robots import Cluster, RolloutRobot
 
 SLOT = "nodes/n0/accelerators/0"
 MIB = 1 << 20
@@ -244,4 +244,32 @@ async def test_the_scheduler_learns_the_hardware_and_the_crashes(tmp_path: Path)
         await asyncio.gather(measuring, session, return_exceptions=True)
         await w.agent.workers.stop_all()
         await w.agent.session.channel.close()
+        await cluster.stop()
+
+
+async def test_an_agent_that_leaves_proves_first_what_its_workers_held(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, cycle_s=0.05)
+    await cluster.start()
+    w = World(tmp_path, scheduler=cluster.address, measure_s=0.02)
+    session = asyncio.create_task(w.agent.session.run())
+    w.agent.workers.start_all()
+    measuring = asyncio.create_task(w.agent.measure_forever())
+    holder = RolloutRobot(cluster.address, "w", [0])
+    try:
+        await asyncio.wait_for(w.worker.wait_ready(), 20)
+        await cluster.until(lambda: SLOT in cluster.state.accelerators)
+        async with holder:
+            await cluster.until(lambda: cluster.state.replica_on(SLOT) is not None)
+            replica = cluster.state.replica_on(SLOT)
+            await w.tell(signal.SIGUSR1, replica.generation)
+            await holder.session.stop(abandon=True)
+        measuring.cancel()
+        await asyncio.wait_for(w.agent.leave(), 20)
+        assert replica.state == "RELEASED"
+        await cluster.until(lambda: SLOT not in cluster.state.accelerators)
+    finally:
+        for task in (measuring, session):
+            task.cancel()
+        await asyncio.gather(measuring, session, return_exceptions=True)
+        await w.agent.workers.stop_all()
         await cluster.stop()

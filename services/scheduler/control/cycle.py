@@ -13,7 +13,7 @@ from typing import Protocol
 from services.common import errors, log, wire
 from services.common.blobs import BlobStore
 from services.common.errors import LibraError
-from services.scheduler.control import commands, runs, sessions, trajectories
+from services.scheduler.control import commands, nodes, runs, sessions, trajectories
 from services.scheduler.control.decisions import Decisions
 from services.scheduler.control.dispatcher import Dispatcher
 from services.scheduler.control.handover import Handovers
@@ -100,6 +100,7 @@ class Cycle:
         self._expire_trajectories(change)
         self.handovers.restore_layout(change)
         self.handovers.advance(change)
+        nodes.forget_left(change)
         self.weights.advance(change)
         for run in list(self.ledger.fleet.runs.values()):
             if run.state == "ACTIVE" and run.name in self.unreadable:

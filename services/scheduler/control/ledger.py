@@ -16,7 +16,7 @@ from services.common.clock import Clock
 from services.common.errors import LibraError
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.core.lifecycle import Lifecycle
-from services.scheduler.core.model import Answer, Entity, Event, Fleet
+from services.scheduler.core.model import Accelerator, Answer, Entity, Event, Fleet, Node
 from services.scheduler.store.unit import Unit
 from services.scheduler.store.writer import Writer
 
@@ -85,6 +85,12 @@ class Change:
             if hasattr(entity, "update_time"):
                 entity.update_time = self.now
             self.unit.put(entity)
+        self._puts += len(entities)
+
+    def delete(self, *entities: Node | Accelerator) -> None:
+        """Removes hardware that has left."""
+        for entity in entities:
+            self.unit.delete(entity)
         self._puts += len(entities)
 
     def move(

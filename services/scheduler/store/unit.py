@@ -71,8 +71,8 @@ class Unit:
         self._deleted.pop(id(entity), None)
         self._entities[id(entity)] = entity
 
-    def delete(self, entity: model.Session | model.Command) -> None:
-        """Removes a row. Only for sessions and commands that nobody asks for any more."""
+    def delete(self, entity: model.Session | model.Command | model.Node | model.Accelerator) -> None:
+        """Removes a row. Only for what nobody asks for any more, and for hardware that has left."""
         self._open()
         self._entities.pop(id(entity), None)
         self._deleted[id(entity)] = entity
