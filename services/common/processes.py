@@ -41,7 +41,8 @@ class Launch:
 
     name: str
     argv: Sequence[str]
-    log: Path
+    log: Path | None
+    """None: its output goes where its parent's goes, as in a container."""
     ready_file: Path | None = None
     pid_file: Path | None = None
     env: Mapping[str, str] = field(default_factory=dict)
@@ -69,14 +70,15 @@ class Child:
 
     @classmethod
     async def start(cls, launch: Launch) -> "Child":
-        """Starts it; its output goes to the end of its log file."""
+        """Starts it; its output goes to the end of its log file, if it has one."""
         for path in (launch.log, launch.ready_file, launch.pid_file):
             if path is not None:
                 path.parent.mkdir(parents=True, exist_ok=True)
         if launch.ready_file is not None:
             launch.ready_file.unlink(missing_ok=True)
-        with launch.log.open("ab") as output:
-            offset = output.tell()
+        with contextlib.ExitStack() as files:
+            output = files.enter_context(launch.log.open("ab")) if launch.log is not None else None
+            offset = output.tell() if output is not None else 0
             process = await asyncio.create_subprocess_exec(
                 sys.executable, "-I", "-S", str(TETHER), str(os.getpid()), *launch.argv,
                 stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output,
@@ -132,6 +134,8 @@ class Child:
 
     def last_words(self) -> str:
         """End of what this life wrote to its log."""
+        if self.launch.log is None:
+            return "its last words are in this process's own output"
         return tail(self.launch.log, self._log_offset)
 
 

@@ -27,7 +27,8 @@ class WorkerTemplate(Strict):
     argv: Annotated[list[str], Field(min_length=1)]
     accelerators: list[str]
     ready_file: str
-    log: str
+    log: str = ""
+    """File for its output; empty: it goes where the agent's own goes."""
     env: dict[str, str] = Field(default_factory=dict)
     start: bool = True
     """Started with the agent; otherwise only on command."""

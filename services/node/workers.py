@@ -29,7 +29,7 @@ class Workers:
         return Launch(
             name=template.name,
             argv=template.argv,
-            log=Path(template.log),
+            log=Path(template.log) if template.log else None,
             ready_file=Path(template.ready_file),
             pid_file=Path(pids) / f"{template.name}.pid" if pids else None,
             env=template.env,

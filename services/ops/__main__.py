@@ -24,6 +24,7 @@ app = typer.Typer(
 )
 app.command()(processes.demo)
 app.command()(processes.up)
+app.command()(processes.node)
 app.command()(runs.run)
 app.command()(runs.validate)
 app.command()(reads.status)

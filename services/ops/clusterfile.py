@@ -59,12 +59,11 @@ class NodeSection(Strict):
     accelerators: Annotated[list[AcceleratorSection], Field(min_length=1, max_length=64)]
 
 
-class WorkerSection(Strict):
-    """One worker process, kept by its node's agent."""
+class WorkerProcess(Strict):
+    """One worker process, kept by a node's agent."""
 
     name: str = Field(pattern=ID)
     kind: Literal["rollout", "trainer"]
-    node: str
     accelerators: Annotated[list[int], Field(min_length=1, max_length=64)]
     """Indices on its node."""
     level: int = Field(default=0, ge=0)
@@ -77,6 +76,12 @@ class WorkerSection(Strict):
     settings: dict[str, Any] = Field(default_factory=dict)
     """Further keys of the service's own configuration."""
     env: dict[str, str] = Field(default_factory=dict)
+
+
+class WorkerSection(WorkerProcess):
+    """A worker process, and whose agent keeps it."""
+
+    node: str
 
 
 class ToolEnvSection(Strict):
@@ -110,6 +115,8 @@ class ClusterConfig(Strict):
     toolenvs: list[ToolEnvSection] = Field(default_factory=list)
     ready_timeout_s: float = Field(default=180.0, gt=0)
     stop_grace_s: float = Field(default=8.0, ge=0)
+    log_files: bool = True
+    """A log file for each worker; otherwise they write where the launcher's own output goes."""
 
     @field_validator("nodes", mode="after")
     @classmethod
@@ -396,7 +403,7 @@ def _template(cluster: ClusterConfig, section: WorkerSection, folder: RunFolder)
         "argv": argv(f"services.{section.kind}", folder.config(section.name)),
         "accelerators": cluster.names(section),
         "ready_file": str(folder.ready(section.name)),
-        "log": str(folder.log(section.name)),
+        "log": str(folder.log(section.name)) if cluster.log_files else "",
         "env": {
             # several torch processes on few cores: one thread each, and none that spins while it waits
             "OMP_NUM_THREADS": str(section.threads),

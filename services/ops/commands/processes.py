@@ -1,6 +1,7 @@
 """Commands that run processes here or judge what they left: up, demo, check."""
 
 import asyncio
+import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from services.ops import clusterfile, render
+from services.ops import clusterfile, nodefile, render, target
 from services.ops.cluster import Cluster, ClusterFailed, WorkerState
 from services.ops.clusterfile import ClusterConfig
 from services.ops.commands.options import Json
@@ -29,6 +30,18 @@ def up(
     cluster = clusterfile.load(file)
     changes = {k: v for k, v in (("name", name), ("run_dir", run_dir)) if v}
     asyncio.run(keep(cluster.model_copy(update=changes), _reporter(json), json=json))
+
+
+def node(
+    file: Annotated[Path, typer.Argument(help="Node file: this machine's accelerators and workers.")],
+) -> None:
+    """Serves a scheduler that runs elsewhere with this machine's accelerators: its node agent and workers."""
+    settings = nodefile.load(file)
+    services = settings.services()
+    paths = [service.write(settings.folder) for service in services]
+    agent = clusterfile.argv(services[-1].module, paths[-1])
+    # the agent takes this process's place, so that whoever started it signals the agent itself
+    os.execv(agent[0], agent)  # noqa: S606 - a list, no shell
 
 
 async def keep(config: ClusterConfig, say: Say, *, json: bool) -> None:
@@ -127,13 +140,21 @@ def demo(
     run_dir: Annotated[str, typer.Option("--run-dir", help="Folder of everything it writes; default runs/NAME.")] = "",
     json: Json = False,
     keep: Annotated[bool, typer.Option("--keep", help="Leave the cluster running at the end, until Ctrl-C.")] = False,
+    scheduler: Annotated[
+        str | None,
+        typer.Option(
+            "--scheduler",
+            metavar="HOST:PORT",
+            help="Run in the cluster of this scheduler ($LIBRA_SCHEDULER); default: start one here.",
+        ),
+    ] = None,
 ) -> None:
-    """Post-trains a small real model with tools on this machine, end to end."""
+    """Post-trains a small real model with tools, end to end, on a cluster of its own or in one that runs."""
     from services.ops import demo as demonstration
 
     options = demonstration.Options(
         seed=seed, steps=steps, drift=not no_drift, chaos=chaos, database=database, name=name, run_dir=run_dir,
-        json=json, keep=keep,
+        json=json, keep=keep, where=target.elsewhere(scheduler),
     )  # fmt: skip
     raise typer.Exit(demonstration.main(options))
 
