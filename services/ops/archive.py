@@ -174,6 +174,16 @@ class Archive:
         return self._document("demo.json")
 
     @property
+    def blobs(self) -> str:
+        """URI of the blob store that the run wrote to."""
+        return str(self.demo.get("blobs") or self.folder / "blobs")
+
+    @property
+    def since(self) -> float:
+        """When the job began (unix seconds): what a cluster that lives longer did before is not of this run."""
+        return float(self.demo.get("started", 0.0))
+
+    @property
     def summary(self) -> dict[str, Any]:
         """The summary, once written."""
         return self._document("summary.json")

@@ -72,7 +72,7 @@ def check(archive: Archive | str | Path, *, rescore: bool = True) -> Verdict:
     """
     started = time.monotonic()
     archive = archive if isinstance(archive, Archive) else Archive(archive)
-    segments = Segments(BlobStore(str(archive.folder / "blobs")))
+    segments = Segments(BlobStore(archive.blobs))
     total = Finding()
     total.merge(lifecycles.check(archive))
     total.merge(ownership.check(archive))

@@ -1,4 +1,6 @@
-"""`libra demo`: a small real model is post-trained with tools on this machine, watched, judged and reported on.
+"""`libra demo`: a small real model is post-trained with tools, watched, judged and reported on.
+
+On a cluster that it starts on this machine and ends again, or, where a scheduler is named, on that one's.
 
 Evaluate, train under the scheduler, evaluate again; then the records are exported, everything is stopped, and the
 offline checker has the last word. Every wait has a deadline: a job that stalls ends with the scheduler's own
@@ -26,11 +28,13 @@ from services.common.errors import ConfigError, LibraError
 from services.common.rpc.channel import connect
 from services.ops import checker, checkpoint, clusterfile, jobs, records, report, summary
 from services.ops.archive import Archive
+from services.ops.attached import AttachedCluster
 from services.ops.chaos import COMMIT_PAUSE, CORE_TRAINER, Chaos
 from services.ops.cluster import Cluster, ClusterFailed, claim
 from services.ops.clusterfile import ClusterConfig
 from services.ops.jobs import EVAL_END, EVAL_START, TRAIN, Job
 from services.ops.live import View
+from services.ops.target import Target
 
 NAME = re.compile(r"[A-Za-z0-9._-]{1,63}")
 WORKERS_SECONDS = 120.0
@@ -49,6 +53,8 @@ VIEW_RETRY_SECONDS = 0.5
 """The view rather says that the scheduler is away."""
 POLL_SECONDS = 0.5
 INTERRUPTED = 130
+RUN_FACTS = {EVAL_START: "eval_start_run", TRAIN: "train_run", EVAL_END: "eval_end_run"}
+"""Keys of demo.json that name the runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +70,8 @@ class Options:
     run_dir: str = ""
     json: bool = False
     keep: bool = False
+    where: Target | None = None
+    """A cluster that runs already; None: one of its own, here."""
 
 
 class Stalled(Exception):
@@ -74,9 +82,23 @@ def main(options: Options) -> int:
     """Runs the demonstration. 0: all promises hold; 1: failed or broken; 130: interrupted. ConfigError at first."""
     if not NAME.fullmatch(options.name):
         raise ConfigError(f"--name {options.name!r}: expected letters, digits, '.', '_' and '-', at most 63")
+    if options.where is not None:
+        _only_for_own(options)
+        AttachedCluster.check(options.where)
     model = jobs.model_folder()
     console = Console(stderr=options.json)
     return asyncio.run(Demonstration(options, model, console).run())
+
+
+def _only_for_own(options: Options) -> None:
+    """ConfigError for what can only be done to a cluster that this command starts itself."""
+    assert options.where is not None
+    for name, given in (("--chaos", options.chaos), ("--database", options.database), ("--keep", options.keep)):
+        if given:
+            raise ConfigError(
+                f"{name} is for a cluster that the demonstration starts itself; the one at {options.where.scheduler} "
+                "is not (leave out --scheduler and LIBRA_SCHEDULER to start one)"
+            )
 
 
 class Demonstration:
@@ -84,7 +106,9 @@ class Demonstration:
 
     def __init__(self, options: Options, model: Path, console: Console) -> None:
         self.options = options
-        self.job = Job(options.seed, options.steps, options.drift, model)
+        # others may have run this in the same cluster before
+        prefix = f"{_run_id(options.name)}-{int(time.time())}-" if options.where is not None else ""
+        self.job = Job(options.seed, options.steps, options.drift, model, prefix)
         self.console = console
         self.config = cluster_config(options)
         self.folder = clusterfile.RunFolder.of(self.config).path
@@ -96,23 +120,34 @@ class Demonstration:
         """Everything; returns the exit code."""
         earlier = set_aside(self.folder)
         self.folder.mkdir(parents=True)
-        self._tell(started=time.time(), options=asdict(self.options), seed=self.options.seed, machine=summary.machine())
+        self._tell(
+            started=time.time(), options=asdict(self.options), seed=self.options.seed, machine=summary.machine(),
+            blobs=self.options.where.blobs if self.options.where is not None else "",
+        )  # fmt: skip
         self.console.print(f"libra demo: everything goes to {self.folder}", highlight=False, soft_wrap=True)
         if earlier is not None:
             self.console.print(f"the earlier run of this name is kept as {earlier}", highlight=False, soft_wrap=True)
-        cluster = Cluster(self.config, on_change=self._changed)
+        cluster: Cluster | AttachedCluster
+        if self.options.where is not None:
+            cluster = AttachedCluster(self.options.where, self.folder)
+            self.console.print(f"in the cluster of {cluster.scheduler}", highlight=False, soft_wrap=True)
+        else:
+            cluster = Cluster(self.config, on_change=self._changed)
         try:
             with self._interruptible(cluster):
                 return await self._run(cluster)
         except asyncio.CancelledError:
             if not self._signals:
                 raise
-            self.console.print("interrupted; every process has ended", highlight=False)
+            ended = "every process has ended" if self.options.where is None else "its runs go on in the cluster"
+            self.console.print(f"interrupted; {ended}", highlight=False)
             return INTERRUPTED
         except Stalled as error:
             await self._report_what_there_is()
             self.console.print(f"libra demo: {error}", style="bold red", highlight=False, markup=False, soft_wrap=True)
-            self.console.print(f"what every process said is in {self.folder / 'logs'}", highlight=False, soft_wrap=True)
+            if self.options.where is None:
+                said = f"what every process said is in {self.folder / 'logs'}"
+                self.console.print(said, highlight=False, soft_wrap=True)
             return 1
 
     async def _report_what_there_is(self) -> None:
@@ -122,7 +157,7 @@ class Demonstration:
         except Exception as error:  # noqa: BLE001 - whatever is missing, what was wrong with the job comes next
             self.console.print(f"no report could be made of it: {error!r}", style="bold red", highlight=False)
 
-    async def _run(self, cluster: Cluster) -> int:
+    async def _run(self, cluster: Cluster | AttachedCluster) -> int:
         try:
             await cluster.start()
             async with (
@@ -149,46 +184,58 @@ class Demonstration:
             await cluster.stop()
         return await asyncio.to_thread(self._judge)
 
-    async def _export(self, cluster: Cluster) -> None:
+    async def _export(self, cluster: Cluster | AttachedCluster) -> None:
         """Writes down what the scheduler knows; a failure is said, and shows as missing records afterwards."""
-        runs = [self._facts[k] for k in ("eval_start_run", "train_run", "eval_end_run") if k in self._facts]
+        runs = [self._facts[key] for key in RUN_FACTS.values() if key in self._facts]
         try:
             async with connect(cluster.scheduler) as channel, asyncio.timeout(EXPORT_SECONDS):
                 counts = await records.export(channel, self.folder / "records", runs)
         except (LibraError, TimeoutError) as error:
             self.console.print(f"the records could not be exported: {error!r}", style="bold red", highlight=False)
             return
+        if isinstance(cluster, AttachedCluster):
+            await asyncio.to_thread(cluster.collect, runs, self._facts["started"])
         self._tell(exported=counts, ended=time.time())
 
     # ---- the three runs
 
-    async def _jobs(self, cluster: Cluster, client: LibraClient, view: View) -> None:
+    async def _jobs(self, cluster: Cluster | AttachedCluster, client: LibraClient, view: View) -> None:
         blobs = BlobStore(cluster.blobs)
         first = jobs.evaluation(self.job, self.job.model, blobs)
         await self._one(cluster, client, view, EVAL_START, "eval before", first, EVAL_SECONDS)
         limit = START_SECONDS + STEP_SECONDS * self.options.steps + (CHAOS_SECONDS if self.options.chaos else 0.0)
         train = self._one(cluster, client, view, TRAIN, "train", jobs.training(self.job, blobs), limit)
+        name = f"runs/{self.job.run_id(TRAIN)}"
         if self.options.chaos:
-            chaos = Chaos(cluster, client, f"runs/{TRAIN}", self.options.steps, view.note)
+            assert isinstance(cluster, Cluster)
+            chaos = Chaos(cluster, client, name, self.options.steps, view.note)
             await _beside(train, chaos.run())
             self._unmet = chaos.missing
             self._tell(killed=[asdict(k) for k in chaos.killed], not_killed=chaos.missing)
         else:
             await train
-        version = await checkpoint.newest_published(client, f"runs/{TRAIN}")
+        version = await checkpoint.newest_published(client, name)
         target = self.folder / "checkpoint"
         await asyncio.to_thread(checkpoint.assemble, version, self.job.model, blobs, target)
         last = jobs.evaluation(self.job, target, blobs)
         await self._one(cluster, client, view, EVAL_END, "eval after", last, EVAL_SECONDS)
 
     async def _one(
-        self, cluster: Cluster, client: LibraClient, view: View, run_id: str, phase: str, run: wire.Run, limit: float
+        self,
+        cluster: Cluster | AttachedCluster,
+        client: LibraClient,
+        view: View,
+        which: str,
+        phase: str,
+        run: wire.Run,
+        limit: float,
     ) -> None:
         """Creates a run and waits for its end; Stalled if it does not end well."""
+        run_id = self.job.run_id(which)
         name = f"runs/{run_id}"
         await client.create_run(run_id, run)
         view.phase, view.run = phase, name
-        self._tell(**{f"{run_id.replace('-', '_')}_run": name})
+        self._tell(**{RUN_FACTS[which]: name})
         deadline = time.monotonic() + limit
         moved_at = time.monotonic()
         marks: tuple[int, ...] = ()
@@ -242,7 +289,7 @@ class Demonstration:
             )
 
     @contextlib.contextmanager
-    def _interruptible(self, cluster: Cluster) -> Iterator[None]:
+    def _interruptible(self, cluster: Cluster | AttachedCluster) -> Iterator[None]:
         """SIGINT and SIGTERM end the job in order; a second one kills what has not ended yet."""
         own = asyncio.current_task()
         assert own is not None
@@ -282,6 +329,11 @@ def cluster_config(options: Options) -> ClusterConfig:
             "workers": workers,
         }
     )
+
+
+def _run_id(name: str) -> str:
+    """A demonstration's name as the beginning of run ids, which are lower case and short."""
+    return re.sub(r"[^a-z0-9-]+", "-", name.lower())[:32]
 
 
 def set_aside(folder: Path) -> Path | None:

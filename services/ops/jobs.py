@@ -41,6 +41,12 @@ class Job:
     steps: int
     drift: bool
     model: Path
+    prefix: str = ""
+    """Of run ids and task files, where other jobs live beside this one."""
+
+    def run_id(self, run: str) -> str:
+        """Id of one of the three runs."""
+        return f"{self.prefix}{run}"
 
 
 def model_folder() -> Path:
@@ -81,6 +87,7 @@ def _run(
     blobs: BlobStore,
     file: str,
 ) -> wire.Run:
+    key = f"tasks/{job.prefix}{file}.jsonl"
     data = "".join(json.dumps(task, separators=(",", ":")) + "\n" for task in tasks).encode()
     return wire.Run(
         kind=kind,
@@ -94,6 +101,6 @@ def _run(
             max_run_time=wire.duration(300.0),
         ),
         sampling=wire.SamplingParams(temperature=1.0, top_p=1.0),
-        tasks=wire.TaskSource(file=blobs.put(f"tasks/{file}.jsonl", data), epochs=1),
+        tasks=wire.TaskSource(file=blobs.put(key, data), epochs=1),
         seed=job.seed,
     )

@@ -40,6 +40,9 @@ KINDS = {
 }
 """File name and kind of what ListResources gives."""
 
+OF_RUNS = ("manifests", "versions", "runs")
+"""Of these, only what belongs to the exported runs is written."""
+
 NAMES = ("events", "trajectories", "members", *KINDS)
 """All record files, without .jsonl."""
 
@@ -111,13 +114,16 @@ class Reader:
 async def export(channel: grpc.aio.Channel, folder: Path, runs: Sequence[str]) -> dict[str, int]:
     """Writes all record files of these runs under `folder`; returns the number of lines in each.
 
-    Fleet-wide things (events, commands, replicas ...) are written whole: a run's story includes what the fleet did.
+    Fleet-wide things (events, commands, replicas ...) are written whole: a run's story includes what the fleet did. Of
+    other runs' steps and versions nothing is written.
     """
     reader = Reader(channel)
     counts: dict[str, int] = {}
     found: dict[str, list[wire.Resource]] = {}
     for name, kind in KINDS.items():
         found[name] = await reader.resources(kind)
+        if name in OF_RUNS:
+            found[name] = [r for r in found[name] if "/".join(_content(r).name.split("/")[:2]) in runs]
         counts[name] = write_lines(folder / f"{name}.jsonl", (line(_content(r)) for r in found[name]))
     rows = [line(event) async for event in reader.events()]
     counts["events"] = write_lines(folder / "events.jsonl", rows)
@@ -126,8 +132,7 @@ async def export(channel: grpc.aio.Channel, folder: Path, runs: Sequence[str]) -
     rows = []
     for resource in found["manifests"]:
         manifest = resource.manifest.name
-        if manifest.partition("/manifests/")[0] in runs:
-            rows += [{"manifest": manifest, "member": line(m)} async for m in reader.members(manifest)]
+        rows += [{"manifest": manifest, "member": line(m)} async for m in reader.members(manifest)]
     counts["members"] = write_lines(folder / "members.jsonl", rows)
     return counts
 
@@ -143,13 +148,12 @@ async def _or_none(items: AsyncIterator[wire.Trajectory], run: str) -> AsyncIter
         _log.warning("no such run to export", run=run)
 
 
-def _content(resource: wire.Resource) -> wire.Message:
+def _content(resource: wire.Resource) -> Any:
     """The message inside a resource."""
     which = resource.WhichOneof("resource")
     if which is None:
         raise LibraError("INTERNAL", "the scheduler listed an empty resource")
-    content: wire.Message = getattr(resource, which)
-    return content
+    return getattr(resource, which)
 
 
 def write_lines(path: Path, rows: Iterable[dict[str, Any]]) -> int:

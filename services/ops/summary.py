@@ -99,7 +99,7 @@ def preemptions(archive: Archive) -> dict[str, int]:
             subject, cause = event.related[0], event.related[1]
             if cause in counts:
                 asked[subject] = cause
-        elif event.kind == "TRAJECTORY" and event.from_state == "LEASED":
+        elif event.kind == "TRAJECTORY" and event.from_state == "LEASED" and run_of(event.name) in archive.runs:
             cause = asked.pop(event.name, "")
             if cause and event.to_state == "QUEUED" and event.code == "PREEMPTED":
                 counts[cause] += 1
@@ -118,6 +118,8 @@ def reassignments(archive: Archive) -> list[dict[str, Any]]:
             continue
         first = began.get(item.name)
         start = first.time if first is not None else item.create_time.ToNanoseconds() / 1e9
+        if start < archive.since:
+            continue
         end = item.update_time.ToNanoseconds() / 1e9
         numbers = item.reason.numbers
         predicted, observed = numbers.get("predicted_gain_tokens_per_s"), numbers.get("observed_gain_tokens_per_s")

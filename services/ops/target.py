@@ -1,4 +1,7 @@
-"""Which scheduler a command talks to: --scheduler, LIBRA_SCHEDULER, the cluster that runs here, or the default port."""
+"""Which scheduler a command talks to: --scheduler, LIBRA_SCHEDULER, the cluster that runs here, or the default port.
+
+LIBRA_BLOBS and LIBRA_NODES tell what else is to be known of a cluster that was not started here.
+"""
 
 import json
 import os
@@ -7,17 +10,23 @@ from pathlib import Path
 
 DEFAULT = "127.0.0.1:7070"
 VARIABLE = "LIBRA_SCHEDULER"
+BLOBS_VARIABLE = "LIBRA_BLOBS"
+NODES_VARIABLE = "LIBRA_NODES"
 CURRENT = Path("runs/current/cluster.json")
 """Written by the launcher; see cluster.py."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """A scheduler's address, the blob store of its cluster ("" if unknown) and its tool environments by type."""
+    """A scheduler's address and what is known here of its cluster."""
 
     scheduler: str
     blobs: str = ""
+    """Blob store URI; "" if unknown."""
     toolenvs: dict[str, str] = field(default_factory=dict)
+    """Addresses of tool environments by type."""
+    nodes: str = ""
+    """Folder that holds the run folders of its nodes, if it can be seen here; "" if unknown."""
 
 
 def find(scheduler: str | None, current: Path = CURRENT) -> Target:
@@ -26,7 +35,15 @@ def find(scheduler: str | None, current: Path = CURRENT) -> Target:
     address = scheduler or os.environ.get(VARIABLE, "")
     if not address:
         return local or Target(DEFAULT)
-    return local if local is not None and local.scheduler == address else Target(address)
+    if local is not None and local.scheduler == address:
+        return local
+    return Target(address, blobs=os.environ.get(BLOBS_VARIABLE, ""), nodes=os.environ.get(NODES_VARIABLE, ""))
+
+
+def elsewhere(scheduler: str | None) -> Target | None:
+    """The scheduler that was asked for by option or variable; None if nobody named one."""
+    named = scheduler or os.environ.get(VARIABLE, "")
+    return find(named) if named else None
 
 
 def _local(current: Path) -> Target | None:

@@ -45,17 +45,19 @@ def spans(archive: Archive) -> list[Span]:
     """Who held each accelerator, by replica events; a change between coming, working and going starts a new span."""
     origin = origin_time(archive)
     last = max((e.time for e in archive.events), default=origin) - origin
+    first = archive.since - origin
     placed: dict[str, tuple[str, ...]] = {}
     since: dict[str, tuple[float, str]] = {}
     found: list[Span] = []
 
     def close(name: str, end: float) -> None:
         begun = since.pop(name, None)
-        if begun is None or end <= begun[0]:
+        if begun is None or end <= max(first, begun[0]):
             return
         role = name.removeprefix("replicas/").rpartition("-")[0].upper()
         settled = begun[1] in SETTLED
-        found.extend(Span(a, name, role, begun[0], end, settled) for a in placed.get(name, ()))
+        start = max(first, begun[0])
+        found.extend(Span(a, name, role, start, end, settled) for a in placed.get(name, ()))
 
     for event in archive.events:
         if event.kind != "REPLICA":
