@@ -203,7 +203,9 @@ class Demonstration:
         blobs = BlobStore(cluster.blobs)
         first = jobs.evaluation(self.job, self.job.model, blobs)
         await self._one(cluster, client, view, EVAL_START, "eval before", first, EVAL_SECONDS)
-        limit = START_SECONDS + STEP_SECONDS * self.options.steps + (CHAOS_SECONDS if self.options.chaos else 0.0)
+        # in a cluster that others run, others may also restart what they run
+        disturbed = self.options.chaos or self.options.where is not None
+        limit = START_SECONDS + STEP_SECONDS * self.options.steps + (CHAOS_SECONDS if disturbed else 0.0)
         train = self._one(cluster, client, view, TRAIN, "train", jobs.training(self.job, blobs), limit)
         name = f"runs/{self.job.run_id(TRAIN)}"
         if self.options.chaos:
