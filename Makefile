@@ -27,7 +27,7 @@ lint: setup
 	PATH="$(CURDIR)/$(BIN):$$PATH" sh proto/breaking.sh
 
 test: lint
-	$(BIN)/python -m pytest -m 'not e2e'
+	$(BIN)/python -m pytest -m 'not e2e and not compose'
 
 # the whole local cluster: SQLite and a real Postgres, services killed while they work
 test-e2e: setup

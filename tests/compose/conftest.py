@@ -1,0 +1,28 @@
+"""A Docker engine with the built images, or the reason why there is none."""
+
+import json
+import subprocess
+
+import pytest
+
+from tests.support.docker import ROOT, VERSION, docker
+
+
+@pytest.fixture(scope="session")
+def engine():
+    status = ROOT / "deploy" / "images" / "engine.sh"
+    result = subprocess.run(["sh", status, "status"], check=False, capture_output=True, text=True, timeout=60)
+    if result.returncode:
+        pytest.skip(f"{result.stdout.strip()}; deploy/images/engine.sh start")
+
+
+@pytest.fixture(scope="session")
+def images(engine):
+    """What the engine says about each image, by name."""
+    found = {}
+    for name in ("scheduler", "toolenv", "worker"):
+        result = docker("image", "inspect", f"libra/{name}:{VERSION}", check=False)
+        if result.returncode:
+            pytest.skip(f"libra/{name}:{VERSION} is not built; deploy/images/build.sh")
+        found[name] = json.loads(result.stdout)[0]
+    return found
