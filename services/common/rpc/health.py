@@ -17,6 +17,8 @@ EVERYTHING = b""
 SERVING = b"\x08\x01"
 """A HealthCheckResponse with status SERVING: field 1, varint 1. Read here as bytes, which saves importing protobuf."""
 HTTP = "http://"
+SESSION = "workers/"
+"""How a node agent's ready file begins: it names its session, since an agent takes no calls."""
 TIMEOUT_SECONDS = 3.0
 
 _ANY = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}  # noqa: S104 - what a ready file may say; never bound here
@@ -62,10 +64,14 @@ def announced(folder: Path) -> list[str]:
         raise NotReady(f"{folder}: no service is ready yet")
     found = []
     for name, text in texts.items():
+        if text.startswith(SESSION):
+            continue
         try:
             found.append(_address(text.strip()))
         except argparse.ArgumentTypeError as error:
             raise NotReady(f"{folder / name}: {error}") from None
+    if not found:
+        raise NotReady(f"{folder}: no service takes calls yet")
     return found
 
 
