@@ -49,6 +49,8 @@ class NodeAgent:
         self.session = FleetSession(
             config.scheduler, config.worker or f"node-{config.node}", wire.WORKER_KIND_NODE, handler=self
         )
+        self.observed: list[wire.AcceleratorObservation] = []
+        """The newest measurement."""
         self._held_since: dict[tuple[str, int], float] = {}
         self._incidents: asyncio.Queue[wire.Incident] = asyncio.Queue(maxsize=256)
         self._reported: dict[str, tuple[int, tuple[tuple[int, int], ...]]] = {}
@@ -65,7 +67,7 @@ class NodeAgent:
 
     def measure(self) -> list[wire.AcceleratorObservation]:
         """Measures everything now and makes it the session's load."""
-        observations = [slot.observe() for slot in self.slots.values()]
+        self.observed = observations = [slot.observe() for slot in self.slots.values()]
         total, available = memory.host()
         node = wire.Node(
             name=f"nodes/{self._config.node}",
