@@ -3,6 +3,7 @@
 Counters begin at zero with the process; gauges are right from the first scrape after a restart (`restore`).
 """
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
@@ -18,6 +19,9 @@ from services.scheduler.core.model import Event, Run
 from services.scheduler.store.store import Store
 from services.scheduler.store.writer import Writer
 
+REASSIGNMENT_CAUSES = ("planner", "bootstrap", "operator")
+DIRECTIONS = ("rollout", "trainer")
+OUTCOMES = tuple(sorted(s.lower() for s in REASSIGNMENT.terminal))
 PREEMPTION_CAUSES = ("cmlfq", "handover", "operator")
 HANDOVER_BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0)
 """Upper ends, seconds."""
@@ -57,8 +61,13 @@ class SchedulerExposition:
         commits = prometheus.Histogram(
             "libra_commit_seconds", "Time of one transaction of the database.", buckets=LATENCY_BUCKETS, registry=None
         )
+        # a series that begins with its first event would hide that event from increase()
         for cause in PREEMPTION_CAUSES:
             self._preemptions.labels(cause)
+        for to, outcome in itertools.product(DIRECTIONS, OUTCOMES):
+            self._seconds.labels(to, outcome)
+            for cause in REASSIGNMENT_CAUSES:
+                self._moves.labels(to, outcome, cause)
         cycle.ledger.listeners.append(self)
         cycle.timed.append(passes.observe)
         writer.timed.append(commits.observe)

@@ -1,6 +1,6 @@
 """What a tool environment server shows at /metrics."""
 
-from collections.abc import Container, Iterable, Sized
+from collections.abc import Collection, Iterable, Sized
 
 from prometheus_client import Counter, Histogram
 from prometheus_client.metrics_core import Metric
@@ -16,7 +16,7 @@ DURING = ("open", "call", "score")
 class Tally:
     """Counts calls as they end. Names of tools come from a model: those that are not offered share one label."""
 
-    def __init__(self, tools: Container[str]) -> None:
+    def __init__(self, tools: Collection[str]) -> None:
         self._tools = tools
         self._calls = Counter(
             "libra_toolenv_calls_total", "Tool calls that ended, by tool and outcome.", ["tool", "outcome"],
@@ -30,6 +30,11 @@ class Tally:
             "libra_toolenv_infra_errors_total", "Failures of the environment itself, by what was under way.",
             ["during"], registry=None,
         )  # fmt: skip
+        # a series that begins with its first call would hide that call from increase()
+        for tool in (*tools, UNKNOWN_TOOL):
+            self._seconds.labels(tool)
+            for outcome in Outcome:
+                self._calls.labels(tool, outcome.value.lower())
         for what in DURING:
             self._infra.labels(what)
 
