@@ -55,8 +55,13 @@ def accelerators(fleet: Fleet) -> Iterable[Metric]:
 def trajectories(fleet: Fleet, runs: Iterable[Run], levels: Iterable[int]) -> Iterable[Metric]:
     """Trajectories by run and by level of the queue; `levels` are shown also when they are empty."""
     names = [r.name for r in runs]
-    states = Counter((t.run, t.state) for t in fleet.trajectories.values())
-    queue = Counter((t.level, t.state) for t in fleet.trajectories.values() if t.state in QUEUE_STATES)
+    states: Counter[tuple[str, str]] = Counter()
+    queue: Counter[tuple[int, str]] = Counter()
+    # there are few of these, whatever the number of trajectories
+    for (run, state, level), count in Counter((t.run, t.state, t.level) for t in fleet.trajectories.values()).items():
+        states[run, state] += count
+        if state in QUEUE_STATES:
+            queue[level, state] += count
     yield gauge(
         "libra_trajectories", "Trajectories that have not ended, by state.", ["run", "state"],
         {(short(n), s): float(states[n, s.upper()]) for n in names for s in LIVE_STATES},
