@@ -21,7 +21,11 @@ def main() -> int:
         print(error, file=sys.stderr)  # noqa: T201 - the command's answer
         return 2
     log.setup("node", settings.node, settings.log_level)
-    return asyncio.run(bootstrap.run(settings))
+    try:
+        return asyncio.run(bootstrap.run(settings))
+    except ConfigError as error:
+        print(error, file=sys.stderr)  # noqa: T201 - as above
+        return 2
 
 
 if __name__ == "__main__":

@@ -52,6 +52,8 @@ class NodeAgent:
         self.session = FleetSession(
             config.scheduler, config.worker or f"node-{config.node}", wire.WORKER_KIND_NODE, handler=self
         )
+        self.observed: list[wire.AcceleratorObservation] = []
+        """The newest measurement."""
         self._held_since: dict[tuple[str, int], float] = {}
         self._proven = {name: slot.lock.probe()[0] for name, slot in self.slots.items()}
         """Newest generation of each slot that was proven gone, or was over before this agent began."""
@@ -70,7 +72,7 @@ class NodeAgent:
 
     def measure(self) -> list[wire.AcceleratorObservation]:
         """Measures everything now and makes it the session's load."""
-        observations = [slot.observe() for slot in self.slots.values()]
+        self.observed = observations = [slot.observe() for slot in self.slots.values()]
         total, available = memory.host()
         node = wire.Node(
             name=f"nodes/{self._config.node}",

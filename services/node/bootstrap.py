@@ -9,6 +9,7 @@ from services.common.session import SessionFenced, SessionLost
 from services.common.supervise import Tasks
 from services.node.agent import NodeAgent
 from services.node.config import NodeConfig
+from services.node.exposition import expose
 
 _log = log.get(__name__)
 
@@ -26,6 +27,8 @@ async def run(config: NodeConfig) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     agent = NodeAgent(config)
+    exposition = expose(agent)
+    await exposition.serve(config.metrics_listen)
     tasks = Tasks(on_failure)
     tasks.start("session", agent.session.run())
     tasks.start("begun", _announce(agent, config))
@@ -35,6 +38,7 @@ async def run(config: NodeConfig) -> int:
     await stop.wait()
     await agent.leave()
     await tasks.stop()
+    await exposition.stop()
     if failed:
         fenced = isinstance(failed[0], SessionFenced)
         _log.error("a newer agent speaks for this node" if fenced else "the agent failed", error=repr(failed[0]))

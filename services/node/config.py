@@ -69,6 +69,8 @@ class NodeConfig(Strict):
     restart: RestartSection = RestartSection()
     accelerators: Annotated[list[AcceleratorSection], Field(min_length=1, max_length=64)]
     workers: list[WorkerTemplate] = Field(default_factory=list)
+    metrics_listen: str = ""
+    """host:port of /metrics; empty serves none."""
     log_level: str = "info"
 
     @model_validator(mode="after")

@@ -53,6 +53,8 @@ class NodeSection(Strict):
     rack: str = ""
     residue_mib: int = Field(default=256, ge=0)
     """Memory a released worker may keep above its idle baseline."""
+    metrics_listen: str = ""
+    """Of the node agent."""
     measure_s: float = Field(default=0.5, gt=0)
     kill_after_s: float = Field(default=10.0, gt=0)
     restart: RestartSection = RestartSection()
@@ -383,6 +385,7 @@ def _node(cluster: ClusterConfig, section: NodeSection, folder: RunFolder, addre
         "pids": str(folder.pids),
         "ready_file": str(folder.ready(f"node-{section.name}")),
         "rack": section.rack,
+        "metrics_listen": section.metrics_listen,
         "measure_s": section.measure_s,
         "residue_mib": section.residue_mib,
         "kill_after_s": section.kill_after_s,

@@ -19,10 +19,11 @@ from services.common.supervise import Tasks
 from services.rollout import weights
 from services.rollout.config import RolloutConfig
 from services.rollout.dialect import Dialect, open_dialect
-from services.rollout.engine.base import Interruption, Version
+from services.rollout.engine.base import EngineStats, Interruption, Version
 from services.rollout.engine.thread import Engine
 from services.rollout.environment import Environments
 from services.rollout.episode import Episode, Place
+from services.rollout.exposition import Tally
 from services.rollout.holding import Holding, take
 from services.rollout.tasks import TaskReader
 
@@ -54,6 +55,9 @@ class RolloutAgent:
         self.drained = asyncio.Event()
         """Set once a Drain command is done: the process should end."""
         self.cordoned = False
+        self.stats = EngineStats()
+        """The engine's newest load; its counters go on while no replica is held."""
+        self.tally = Tally()
         self._tasks_of = TaskReader(blobs)
         self._runs: dict[str, wire.Run] = {}
         self._episodes: dict[str, Running] = {}
@@ -63,6 +67,11 @@ class RolloutAgent:
     def bind(self, session: FleetSession) -> None:
         """The session that reports go to."""
         self.session = session
+
+    @property
+    def episodes(self) -> int:
+        """How many are under way."""
+        return len(self._episodes)
 
     # ---- what it should have
 
@@ -152,6 +161,7 @@ class RolloutAgent:
             call_seconds=settings.call_s,
             score_seconds=settings.score_s,
             session_seconds=settings.session_s,
+            called=self.tally.called,
         )
         return Episode(lease, run, self._tasks_of.read(lease.task, run), dialect, place)
 
@@ -159,6 +169,7 @@ class RolloutAgent:
         try:
             await episode.run()
         finally:
+            self.tally.ended(episode.ended_how)
             mine = self._episodes.get(episode.name)
             if mine is not None and mine.episode is episode:
                 del self._episodes[episode.name]
@@ -425,7 +436,7 @@ class RolloutAgent:
         """The engine's load."""
         load = wire.EngineLoad(replica=held.replica, generation=held.generation, activity=self.activity())
         if not self.engine.failure:
-            stats = await self.engine.stats()
+            self.stats = stats = await self.engine.stats()
             load.running, load.waiting = stats.running, stats.waiting
             load.kv_capacity_tokens, load.kv_used_tokens = stats.kv_capacity_tokens, stats.kv_used_tokens
             load.generated_tokens, load.prefilled_tokens = stats.generated_tokens, stats.prefilled_tokens

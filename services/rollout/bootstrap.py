@@ -16,6 +16,7 @@ from services.rollout.agent import RolloutAgent
 from services.rollout.api import RolloutService
 from services.rollout.config import RolloutConfig
 from services.rollout.engine.thread import Engine
+from services.rollout.exposition import expose
 
 _log = log.get(__name__)
 
@@ -53,6 +54,8 @@ async def run(config: RolloutConfig) -> int:
         stop.set()
 
     tasks = Tasks(on_failure)
+    exposition = expose(agent)
+    await exposition.serve(config.metrics_listen)
     servicers = [(wire.add_RolloutServiceServicer_to_server, RolloutService(agent))]
     server = await serve(servicers, config.listen, service_names=[SERVICE_NAME], ready_file=config.ready_file)
     session = FleetSession(
@@ -81,6 +84,7 @@ async def run(config: RolloutConfig) -> int:
     await engine.stop()
     with contextlib.suppress(asyncio.CancelledError):
         await server.stop(0.5)
+    await exposition.stop()
     stopping.cancel()
     for text in failed:
         _log.error("worker ends because a part of it failed", what=text)

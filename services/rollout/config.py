@@ -69,6 +69,8 @@ class RolloutConfig(Strict):
     load_interval: float = Field(0.5, gt=0)
     drain_s: float = Field(10.0, gt=0)
     """Time in which running episodes are given back when the process is told to stop."""
+    metrics_listen: str = ""
+    """host:port of /metrics; empty serves none."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     engine: EngineSection = Field(default_factory=EngineSection)
     episodes: EpisodeSection = Field(default_factory=EpisodeSection)

@@ -7,7 +7,7 @@ times. What is left after that, and INFRA_ERROR, is an EnvironmentFailure: it vo
 import asyncio
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import grpc
@@ -24,6 +24,7 @@ RPC_SECONDS = 15.0
 GRACE_SECONDS = 10.0
 """What a tool call's deadline is longer than the tool's own timeout."""
 MAX_ENDPOINTS = 64
+UNKNOWN_TOOL = "unknown"
 TRANSIENT = (
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -65,6 +66,10 @@ class Environments:
             answer = await attempt(endpoint, self.stub(endpoint).Describe, wire.DescribeRequest(), RPC_SECONDS)
             self._offers[endpoint] = {tool.name: tool for tool in answer.tools}
         return self._offers[endpoint]
+
+    def offered(self, endpoint: str) -> Mapping[str, wire.Tool]:
+        """Tools as far as they are known already."""
+        return self._offers.get(endpoint, {})
 
     async def close(self) -> None:
         """Closes all channels."""
@@ -146,6 +151,10 @@ class EnvironmentSession:
         """May its calls be repeated (wire.ToolKind)."""
         offered = (await self._environments.tools(self.record.endpoint)).get(tool)
         return offered.kind if offered is not None else wire.TOOL_KIND_UNSPECIFIED
+
+    def label(self, tool: str) -> str:
+        """The tool's name for statistics; what a model made up is not one of them."""
+        return tool if tool in self._environments.offered(self.record.endpoint) else UNKNOWN_TOOL
 
     async def score(self, answer: str, timeout: float) -> wire.Reward:
         """The reward; EnvironmentFailure if the environment gives none."""

@@ -10,6 +10,7 @@ lease and goes on; budgets are what the lease says is left.
 import asyncio
 import contextlib
 import hashlib
+import time
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -33,6 +34,8 @@ RECORD_SECONDS = 0.5
 """Longest that a tool's outcome waits for a report to carry it: most turns end sooner, and one report serves both."""
 
 Report = Callable[[wire.Delta], Awaitable[list[wire.Refusal]]]
+Called = Callable[[str, str, float], None]
+"""Told of each tool call that ended: tool, outcome, seconds."""
 
 
 class LeaseLost(Exception):
@@ -68,6 +71,7 @@ class Place:
     session_seconds: float = 600.0
     """Wished life of an environment session between renewals."""
     kv_policy: int = wire.KV_POLICY_RECOMPUTE
+    called: Called = lambda _tool, _outcome, _seconds: None
 
 
 class Episode:
@@ -282,9 +286,18 @@ class Episode:
         call_id = f"{self.lease.attempt}-{transcript.calls - 1}"
         if self._at_turn_end is not None:
             self.interrupt(self._at_turn_end)
-        call = await self._aside(environment.call(call_id, said.tool, said.arguments_json, self._place.call_seconds))
+        began = time.monotonic()
+        try:
+            work = environment.call(call_id, said.tool, said.arguments_json, self._place.call_seconds)
+            call = await self._aside(work)
+        except EnvironmentFailure:
+            self._place.called(environment.label(said.tool), "INFRA_ERROR", time.monotonic() - began)
+            raise
         if not transcript.recorded:
+            seconds = time.monotonic() - began
             await self._record_call(call_id, said, call)
+            outcome = wire.ToolOutcome.Name(call.outcome).removeprefix("TOOL_OUTCOME_")
+            self._place.called(environment.label(said.tool), outcome, seconds)
         if call.episode_done:
             return True
         output = call.output

@@ -19,6 +19,7 @@ from services.scheduler.config import SchedulerConfig
 from services.scheduler.control import sessions
 from services.scheduler.control.cycle import Cycle
 from services.scheduler.control.ledger import Ledger
+from services.scheduler.exposition import SchedulerExposition
 from services.scheduler.store.engine import open_store
 from services.scheduler.store.store import Store
 from services.scheduler.store.writer import Writer
@@ -35,6 +36,8 @@ class Scheduler:
         self._writer: Writer | None = None
         self._server: RunningServer | None = None
         self._tasks = Tasks(on_failure=self._died)
+        self.metrics: SchedulerExposition | None = None
+        """None unless `metrics_listen` is configured."""
         self.failed = asyncio.Event()
         self.cycle: Cycle | None = None
 
@@ -58,6 +61,10 @@ class Scheduler:
         self.cycle = cycle
         await cycle.load_tasks()
         await ledger.commit(sessions.take_over(ledger))
+        if self._config.metrics_listen:
+            self.metrics = SchedulerExposition(cycle, writer)
+            await self.metrics.restore(store)
+            await self.metrics.exposition.serve(self._config.metrics_listen)
         idempotency = Idempotency(ledger, store)
         trajectories = TrajectoryService(cycle, store, idempotency)
         admin = AdminService(cycle, store, idempotency)
@@ -87,6 +94,8 @@ class Scheduler:
         if self._server is not None:
             await self._server.stop(0.5)
         await self._tasks.stop()
+        if self.metrics is not None:
+            await self.metrics.exposition.stop()
         if self._writer is not None:
             await asyncio.to_thread(self._writer.close)
         if self._store is not None:

@@ -75,7 +75,8 @@ class SchedulerConfig(Strict):
     queue: QueueSection = QueueSection()
     planner: PlannerSection = PlannerSection()
     handover: HandoverSettings = HandoverSettings()
-    metrics_listen: str | None = None
+    metrics_listen: str = ""
+    """host:port of /metrics; empty serves none."""
     log_level: str = "info"
 
     def level(self, accelerator: str, pool: str) -> int:

@@ -17,6 +17,7 @@ from services.common.errors import LibraError
 from services.common.rpc.server import Context
 from services.toolenv.config import ToolEnvConfig
 from services.toolenv.envs.base import CallResult, Environment, Episode, InfraError, Outcome, ScoreResult, TaskError
+from services.toolenv.exposition import Tally
 from services.toolenv.sessions import MAX_CALLS, MAX_NAME_BYTES, RETRY_AFTER_S, Session, Sessions
 
 SERVICE_NAME = "libra.v1.ToolEnvService"
@@ -76,6 +77,7 @@ class ToolEnvService(wire.ToolEnvServiceServicer):
         self._live: dict[str, _Live] = {}
         self._starting = 0
         self._running = asyncio.Semaphore(config.running())
+        self.tally = Tally(self._tools)
 
     async def Describe(self, request: wire.DescribeRequest, context: Context) -> wire.DescribeResponse:
         return wire.DescribeResponse(
@@ -210,6 +212,7 @@ class ToolEnvService(wire.ToolEnvServiceServicer):
             raise errors.invalid_field(message, field="task_json") from None
         except Exception as error:
             self._undo(session)
+            self.tally.infra_error("open")
             _log.error("session did not start", session=session.name, error=repr(error))
             message = f"environment {self._environment.name} could not start a session: {type(error).__name__}"
             raise LibraError("INTERNAL", message) from error
@@ -234,6 +237,7 @@ class ToolEnvService(wire.ToolEnvServiceServicer):
         result = CallResult(Outcome.INFRA_ERROR, "the session ended")
         try:
             result = await self._run_tool(live, request)
+            self.tally.called(request.tool, result.outcome, self._clock.monotonic() - began)
         finally:
             live.work.pop(request.call_id, None)
             output, cut = _clip(result.output, MAX_PAYLOAD_BYTES)
@@ -292,6 +296,8 @@ class ToolEnvService(wire.ToolEnvServiceServicer):
         finally:
             live.work.pop(_SCORE, None)
         session.score = _score_response(session.name, result)
+        if session.score.outcome == wire.TOOL_OUTCOME_INFRA_ERROR:
+            self.tally.infra_error("score")
 
     async def _end(self, session: _Session) -> None:
         live = self._live.pop(session.name, None)

@@ -17,6 +17,7 @@ from services.toolenv.config import ToolEnvConfig
 from services.toolenv.envs.base import Environment
 from services.toolenv.envs.calculator import Calculator
 from services.toolenv.envs.python import Python
+from services.toolenv.exposition import expose
 from services.toolenv.sandbox.bare import Bare
 from services.toolenv.sandbox.base import Limits, Sandbox
 from services.toolenv.sandbox.bubblewrap import Bubblewrap, usable
@@ -101,6 +102,8 @@ async def _run(config: ToolEnvConfig, work_dir: Path) -> int:
         stop.set()
 
     tasks = Tasks(on_failure)
+    exposition = expose(environment.name, service.tally, sessions)
+    await exposition.serve(config.metrics_listen)
     server = await serve(
         [(wire.add_ToolEnvServiceServicer_to_server, service)],
         config.listen,
@@ -115,5 +118,6 @@ async def _run(config: ToolEnvConfig, work_dir: Path) -> int:
     await server.stop(STOP_GRACE_S)
     await tasks.stop()
     await service.shut_down()
+    await exposition.stop()
     _log.info("tool environment stopped", environment=environment.name)
     return 1 if failed else 0

@@ -48,6 +48,8 @@ class ToolEnvConfig(Strict):
     work_dir: str = ""
     """Folder under which python sessions keep their files; default: a temporary one."""
     sandbox: SandboxSection = SandboxSection.model_validate({})
+    metrics_listen: str = ""
+    """host:port of /metrics; empty serves none."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
     def running(self) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from services.common import log, wire
 from services.common.blobs import BlobStore
 from services.common.history import History
+from services.common.metrics import Exposition
 from services.common.rpc.server import RunningServer, serve
 from services.common.session import FleetSession, SessionFenced
 from services.common.supervise import Tasks
@@ -14,6 +15,7 @@ from services.trainer.agent import TrainerAgent, read_secret
 from services.trainer.api import TrainerApi
 from services.trainer.config import Config
 from services.trainer.engine.base import Engine
+from services.trainer.exposition import expose
 
 _log = log.get(__name__)
 
@@ -37,10 +39,12 @@ def make_engine(config: Config) -> Engine:
 class Running:
     """A started trainer worker."""
 
-    def __init__(self, agent: TrainerAgent, session: FleetSession, server: RunningServer, tasks: Tasks) -> None:
+    def __init__(
+        self, agent: TrainerAgent, session: FleetSession, server: RunningServer, tasks: Tasks, exposition: Exposition
+    ) -> None:
         self.agent = agent
         self.address = server.address
-        self._session, self._server, self._tasks = session, server, tasks
+        self._session, self._server, self._tasks, self._exposition = session, server, tasks, exposition
 
     async def stop(self) -> None:
         """Finishes the step in hand, lets go of the replica, ends the session and stops serving."""
@@ -48,6 +52,7 @@ class Running:
         await self._session.stop(abandon=True)
         await self._tasks.stop()
         await self._server.stop()
+        await self._exposition.stop()
 
 
 async def start(config: Config, engine: Engine, end: Callable[[int], None]) -> Running:
@@ -57,6 +62,8 @@ async def start(config: Config, engine: Engine, end: Callable[[int], None]) -> R
         config, engine, BlobStore(config.blobs), History(config.history_path or None, worker),
         secret=read_secret(config.collective.secret_file), on_failure=lambda _: end(FAILED),
     )  # fmt: skip
+    exposition = expose(agent)
+    await exposition.serve(config.metrics_listen)
     server = await serve(
         [(wire.add_TrainerServiceServicer_to_server, TrainerApi(agent))],
         config.listen,
@@ -76,7 +83,7 @@ async def start(config: Config, engine: Engine, end: Callable[[int], None]) -> R
     tasks = Tasks(failed)
     tasks.start("session", session.run())
     tasks.start("load", agent.report_load())
-    return Running(agent, session, server, tasks)
+    return Running(agent, session, server, tasks, exposition)
 
 
 async def run(config: Config) -> int:

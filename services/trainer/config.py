@@ -59,6 +59,8 @@ class Config(Strict):
     """Time that one TakeBatch waits for groups before it is asked again."""
     publish_grace_s: Seconds = 3.0
     """A committed version in memory that nobody has published for so long is published by whoever has it."""
+    metrics_listen: str = ""
+    """host:port of /metrics; empty serves none."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
 

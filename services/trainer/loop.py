@@ -365,6 +365,8 @@ class TrainingLoop:
             collective.finish(version, committed=True)
             self._worker.pay()
         self._phases.trained_tokens += sum(p.tokens for p in places)
+        self._phases.steps += 1
+        self._phases.participants = quorum.count
         self._around.history.write(
             "trained", manifest=taken.manifest.name, version=[version.lineage, version.number],
             worker=self.grant.worker, members=len(laid_out.members), replicas=quorum.count, redo=False,

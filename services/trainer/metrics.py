@@ -25,6 +25,10 @@ class Phases:
         self.current: wire.TrainerPhase.ValueType = wire.TRAINER_PHASE_UNSPECIFIED
         self.trained_tokens = 0
         self.micro_batches = 0
+        self.steps = 0
+        """Steps taken part in and committed."""
+        self.participants = 0
+        """Replicas that took part in the newest of them, this one included."""
         self._seconds = [0.0] * len(PHASES)
         self._marked = list(self._seconds)
         self._since = time.monotonic()

@@ -378,10 +378,10 @@ class TrajectoryService(wire.TrajectoryServiceServicer):
 
         was = manifest.state
         known = self._ledger.fleet.trajectories
-        generated = sum(known[m].generated_tokens for m in manifest.members if m in known)
+        members = [known[m] for m in manifest.members if m in known]
         answer = await self._idempotency.run("CommitStep", request, wire.CommitStepResponse, mutate, session.name)
         if was == "TAKEN" and manifest.state == "COMMITTED":
-            self._cycle.observe.committed(manifest, len(request.members), generated)
+            self._cycle.observe.committed(manifest, len(request.members), members)
         return answer
 
     async def ReturnBatch(self, request: wire.ReturnBatchRequest, context: Context) -> wire.ReturnBatchResponse:

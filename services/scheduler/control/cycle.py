@@ -8,6 +8,7 @@ waits for it: a turn report is answered by its own transaction, and a worker goe
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 from typing import Protocol
 
 from services.common import errors, log, wire
@@ -62,6 +63,8 @@ class Cycle:
         self.tasks: dict[str, runs.TaskFile] = {}
         self.unreadable: dict[str, str] = {}
         """Runs whose task file could not be read after a start, and why: they are paused, the others go on."""
+        self.timed: list[Callable[[float], None]] = []
+        """Told how long each pass took, seconds."""
         ledger.listeners.append(self.stream)
 
     async def load_tasks(self) -> None:
@@ -86,7 +89,10 @@ class Cycle:
                 async with asyncio.timeout(IDLE_SECONDS):
                     await self.ledger.cycle_wanted.wait()
             self.ledger.cycle_wanted.clear()
+            began = self.ledger.clock.monotonic()
             change = self.once()
+            for tell in self.timed:
+                tell(self.ledger.clock.monotonic() - began)
             if not change.empty:
                 await self.ledger.commit(change)
                 # our own commit wakes us once more: decisions follow from decisions (a release allows a grant)

@@ -7,6 +7,7 @@ the commit. Whoever only reads waits for `barrier`, so that nobody is told what 
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -167,6 +168,8 @@ class Ledger:
         self.revoked = Revoked()
         self.held_since: dict[str, float] = {}
         """Runs whose trainer is held for the staleness bound, and since when (monotonic)."""
+        self.generated: Counter[str] = Counter()
+        """Generated tokens registered since the start, by run."""
         self.forget: list[str] = []
         """Groups that are over; dropped from memory when their change is submitted."""
         self._changed = asyncio.Event()

@@ -4,6 +4,7 @@ In memory only. After a take-over it starts empty and learns again; nothing that
 """
 
 from collections import deque
+from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 
 from services.common import wire
@@ -36,6 +37,10 @@ class Step:
     generated: int
     run: str
     manifest: str
+    reward: float
+    """Mean over the step's trajectories."""
+    staleness: int
+    """Versions by which the step's oldest trained token is behind its base."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,14 +162,11 @@ class Observe:
         self.remaining.observe_end(item.run, item.group, item.name, item.generated_tokens)
         self.ends.append(Ended(change.at, item.generated_tokens, item.turns_done, times.tool, times.engine))
 
-    def committed(self, manifest: Manifest, replicas: int, generated: int) -> None:
+    def committed(self, manifest: Manifest, replicas: int, members: Many[Trajectory]) -> None:
         """A step counts. Each of its replicas says so, often at the same moment: the first word counts."""
         if any(s.manifest == manifest.name for s in self.steps):
             return
-        now = self._ledger.clock.monotonic()
-        self.steps.append(
-            Step(now, manifest.step, manifest.trainable_tokens, replicas, generated, manifest.run, manifest.name)
-        )
+        self.steps.append(step_of(manifest, members, self._ledger.clock.monotonic(), replicas))
 
     # ---- questions
 
@@ -185,3 +187,20 @@ class Observe:
         if len(recent) < 2:
             return 0.0
         return sum(s.tokens for s in recent[1:]) / max(1e-6, recent[-1].at - recent[0].at)
+
+
+def step_of(manifest: Manifest, members: Many[Trajectory], at: float, replicas: int) -> Step:
+    """A committed step in numbers. Where tokens were masked for their age, `staleness` is at most the bound."""
+    ages = [manifest.base - m.oldest_version for m in members if m.oldest_version >= 0]
+    oldest = max(ages, default=0)
+    return Step(
+        at=at,
+        number=manifest.step,
+        tokens=manifest.trainable_tokens,
+        replicas=replicas,
+        generated=sum(m.generated_tokens for m in members),
+        run=manifest.run,
+        manifest=manifest.name,
+        reward=sum(m.reward or 0.0 for m in members) / max(1, len(members)),
+        staleness=min(oldest, manifest.max_versions) if manifest.masked else oldest,
+    )

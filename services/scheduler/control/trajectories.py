@@ -140,6 +140,7 @@ def progress(change: Change, session: str, report: Progress) -> Trajectory:
     trajectory.prompt_tokens += report.prompt_tokens if turns else 0
     for turn in turns:
         trajectory.generated_tokens += turn.generated_tokens
+        change.ledger.generated[trajectory.run] += turn.generated_tokens
         if turn.finish:
             trajectory.turns_done += 1
             trajectory.finish, trajectory.truncated = turn.finish, trajectory.truncated or turn.truncated

@@ -8,6 +8,7 @@ import asyncio
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 
 import sqlalchemy as sa
 
@@ -54,6 +55,8 @@ class Writer:
         """Units in them."""
         self.error: Exception | None = None
         """Why nothing is written any more; None while all is well."""
+        self.timed: list[Callable[[float], None]] = []
+        """Told in the writer's thread how long each transaction took, seconds."""
         self._store = store
         self._max_batch, self._max_queued, self._interval = max_batch_units, max_queued_units, min_interval
         dialect = store.engine.dialect
@@ -107,6 +110,8 @@ class Writer:
                 while batch := self._take():
                     started = time.monotonic()
                     self._commit(connection, [unit for unit, _ in batch])
+                    for tell in self.timed:
+                        tell(time.monotonic() - started)
                     self.commits += 1
                     self.units += len(batch)
                     _settle(batch, None)
