@@ -100,6 +100,7 @@ def _accelerators(accelerators: list[wire.Accelerator], replicas: list[wire.Repl
 
 
 def _workers(workers: list[wire.Worker]) -> None:
+    """Those that are there or were lost; who ended in order is left to `--json`."""
     rows = [
         (
             render.short(worker.name),
@@ -110,6 +111,7 @@ def _workers(workers: list[wire.Worker]) -> None:
             render.load(worker),
         )
         for worker in workers
+        if worker.session.state != wire.SESSION_STATE_CLOSED
     ]
     render.table("Workers", ["worker", "kind", "health", "session", "epoch", "load"], rows)
 
