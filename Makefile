@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PROTOS := $(wildcard proto/libra/v1/*.proto)
 
-.PHONY: setup demo test test-e2e bench lint format clean
+.PHONY: setup demo test test-e2e images test-compose bench lint format clean
 .DELETE_ON_ERROR:
 
 setup: $(VENV)/.ready
@@ -32,6 +32,13 @@ test: lint
 # the whole local cluster: SQLite and a real Postgres, services killed while they work
 test-e2e: setup
 	$(BIN)/python -m pytest -m e2e --timeout 600 tests/e2e
+
+# container images, and their tests; both need a Docker engine (deploy/images/engine.sh start)
+images:
+	deploy/images/build.sh
+
+test-compose: setup
+	$(BIN)/python -m pytest -m compose --timeout 600 tests/compose
 
 # ratios on this machine; docs/performance.md keeps the figures and says what each is
 bench: setup

@@ -6,6 +6,7 @@ import re
 import subprocess
 import tarfile
 import tempfile
+import time
 
 import pytest
 
@@ -134,7 +135,7 @@ def test_nothing_was_left_behind(images, name):
     )
     # certificates of authorities are public, whatever their files are called
     public = re.compile(
-        r"^etc/ssl/certs/|^usr/lib/ssl/cert\.pem$|/certifi/cacert\.pem$|/grpc/_cython/_credentials/roots\.pem$|^usr/share/ca-cert"
+        r"^etc/ssl/certs/|^usr/lib/ssl/cert\.pem$|^usr/share/ca-cert|/certifi/cacert\.pem$|/_credentials/roots\.pem$"
     )
     assert [path for path in files(name) if secret.search(path) and not public.search(path)] == []
 
@@ -154,6 +155,56 @@ def test_the_health_check_works_in_it(images, name):
 def test_python_sandboxes_work_with_these_options(images):
     said = run("toolenv", "python", "-c", USABLE, options=[*CONFINED, *FOR_BUBBLEWRAP, "--tmpfs", "/tmp"])
     assert said == "None\n"
+
+
+@pytest.fixture
+def service(images, tmp_path):
+    """start(image, configuration, *options) runs a service with a fast health check; its container's name."""
+    started = []
+
+    def start(name, configuration, *options):
+        file = tmp_path / f"{name}.yaml"
+        file.write_text(f"ready_file: /run/libra/{name}\n{configuration}")
+        file.chmod(0o644)  # the user in the container is another one
+        container = docker(
+            "run", "--detach", "--network", "none", "--health-interval", "1s", *CONFINED, *options,
+            "--tmpfs", "/run/libra:uid=10001,mode=755", "--tmpfs", "/var/lib/libra:uid=10001,mode=755",
+            "--volume", f"{file}:/etc/libra/{name}.yaml:ro", f"libra/{name}:{VERSION}",
+        ).strip()  # fmt: skip
+        started.append(container)
+        return container
+
+    yield start
+    docker("rm", "--force", "--volumes", *started)
+
+
+@pytest.mark.parametrize(
+    ("name", "configuration", "options"),
+    [
+        ("scheduler", "listen: 0.0.0.0:7070", []),
+        ("toolenv", "listen: 0.0.0.0:7099\nenvironment: python", [*FOR_BUBBLEWRAP, "--tmpfs", "/tmp"]),
+    ],
+)
+def test_a_service_becomes_healthy_and_ends_when_told(service, name, configuration, options):
+    container = service(name, configuration, *options)
+    deadline = time.monotonic() + 60
+    while (health := inspect(container)["Health"]["Status"]) != "healthy":
+        assert health == "starting", docker("logs", container)
+        assert time.monotonic() < deadline, docker("logs", container)
+        time.sleep(0.2)
+    docker("stop", "--time", "30", container)
+    assert inspect(container)["ExitCode"] == 0, docker("logs", container)
+
+
+def test_a_sandbox_that_cannot_work_says_which_options_it_needs(service):
+    container = service("toolenv", "environment: python", "--tmpfs", "/tmp")
+    assert docker("wait", container).strip() == "2"
+    said = docker("logs", container, check=False).stderr
+    assert "seccomp=deploy/toolenv-seccomp.json and systempaths=unconfined" in said
+
+
+def inspect(container):
+    return json.loads(docker("inspect", container))[0]["State"]
 
 
 @pytest.mark.parametrize("option", range(0, len(FOR_BUBBLEWRAP) - 2, 2))

@@ -23,6 +23,8 @@ SCRIPT = "/run.py"
 TMP_BYTES = 16 << 20
 SHM_BYTES = 1 << 20
 PROBE_SECONDS = 20.0
+CONTAINER_OPTIONS = "security_opt seccomp=deploy/toolenv-seccomp.json and systempaths=unconfined"
+"""What Docker must be told; docs/sandbox-in-containers.md says why."""
 
 INTERPRETERS = ("/usr/bin/python3", "/usr/local/bin/python3")
 
@@ -111,4 +113,7 @@ async def usable(parent: Path | None = None) -> str | None:
     if run.end is process.End.EXIT and run.exit_code == 0 and run.output == b"45\n":
         return None
     said = run.output.decode("utf-8", "replace").strip()
-    return f"bubblewrap does not work here ({said or run.end.value}); it needs unprivileged user namespaces"
+    return (
+        f"bubblewrap does not work here ({said or run.end.value}); it needs unprivileged user namespaces and, in a "
+        f"container, a proc file system without masks: {CONTAINER_OPTIONS}"
+    )
