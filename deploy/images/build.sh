@@ -30,7 +30,6 @@ revision=$(git rev-parse HEAD 2>/dev/null || echo unknown)
 if [ "$local" ]; then
     sh deploy/images/local-base.sh python
     : "${PYTHON_IMAGE:=libra-local/python:bookworm}"
-    : "${TORCH_INDEX_URL=}"
     case " $* " in
         *" worker "*)
             torch=$(sed -n 's/^torch==//p' constraints.txt)
@@ -47,7 +46,7 @@ for image in "$@"; do
         ${PYTHON_IMAGE:+--build-arg PYTHON_IMAGE="$PYTHON_IMAGE"} \
         ${PIP_INDEX_URL:+--build-arg PIP_INDEX_URL="$PIP_INDEX_URL"} \
         ${PIP_COMPILE:+--build-arg PIP_COMPILE="$PIP_COMPILE"} \
-        ${TORCH_INDEX_URL+--build-arg TORCH_INDEX_URL="$TORCH_INDEX_URL"} \
+        ${TORCH_INDEX_URL:+--build-arg TORCH_INDEX_URL="$TORCH_INDEX_URL"} \
         --tag "libra/$image:$version" --tag "libra/$image:latest" .
 done
 docker image ls --filter 'reference=libra/*'

@@ -1,10 +1,11 @@
 #!/bin/sh
 # A Docker engine for the image builds and their tests, on machines where no init system runs one.
 #
-#   engine.sh start [--install] | stop | status        [--state FOLDER], /var/lib/libra-engine by default
+#   engine.sh start [--install] | stop [--force] | status        [--state FOLDER], /var/lib/libra-engine by default
 #
 # start: the engine that answers already is used; otherwise dockerd is started by hand, which needs root. --install
-# gets it from Debian first. stop ends what start started, by its pid, and nothing else; images stay in the folder.
+# gets it from Debian first. stop ends what start started, by its pid, and nothing else; images stay in the folder. While
+# containers run in it (a build is one), others may be at work there: stop then wants --force.
 # status: 0 if an engine answers. Exit code 3: there can be no engine here, for the reason printed; tests then skip.
 set -eu
 
@@ -13,11 +14,13 @@ STOP_SECONDS=30
 
 state=/var/lib/libra-engine
 install=
+force=
 command=${1:-}
 [ $# -eq 0 ] || shift
 while [ $# -gt 0 ]; do
     case $1 in
         --install) install=yes ;;
+        --force) force=yes ;;
         --state) state=${2:?--state needs a folder}; shift ;;
         *) command=help ;;
     esac
@@ -52,14 +55,21 @@ start() {
         command -v "$program" >/dev/null || cannot "$program is not installed (--install gets it from Debian)"
     done
     mkdir -p "$state"
-    # Without iptables there is no way from a container to the outside and the host's ports are forwarded by a process,
-    # but containers still reach each other: enough for the tests.
-    launch || { grep -q iptables "$log" && launch --iptables=false --ip6tables=false; } \
+    : >"$log"
+    launch || without_iptables \
         || cannot "dockerd ended: $(sed -n 's/^failed to start daemon: //p' "$log" | tail -n 1) (all of it in $log)"
     echo "started: $(describe)"
     case $(docker info --format '{{.Driver}}') in
         vfs) echo "warning: neither overlay2 nor fuse-overlayfs works here; vfs copies every layer whole" ;;
     esac
+}
+
+# A kernel without netfilter, or no iptables: containers then have no way to the outside, and ports are forwarded by a
+# process, but they reach each other and the host reaches them.
+without_iptables() {
+    grep -q 'failed to start daemon:.*iptables' "$log" || return 1
+    echo "iptables does not work here: containers get networks among themselves only"
+    launch --iptables=false --ip6tables=false
 }
 
 install_packages() {
@@ -77,7 +87,7 @@ launch() {
     rm -f "$pid_file"
     # a session of its own: Ctrl-C in the terminal that started it is not meant for it
     setsid dockerd --data-root "$state/data" --exec-root "$state/exec" --pidfile "$pid_file" "$@" \
-        >"$log" 2>&1 </dev/null &
+        >>"$log" 2>&1 </dev/null &
     starting=$!
     waited=0
     until answers; do
@@ -101,6 +111,11 @@ end() {
 
 stop() {
     pid=$(ours) || { echo "no engine of ours runs ($pid_file)"; return; }
+    running=$(timeout 10 docker ps --quiet | wc -l)
+    if [ "$running" != 0 ] && [ -z "$force" ]; then
+        echo "containers that run in it: $running; stop --force ends them too" >&2
+        exit 1
+    fi
     containerd=$(cat "$state/exec/containerd/containerd.pid" 2>/dev/null || true)
     end "$pid"
     if [ -n "$containerd" ] && [ "$(cat "/proc/$containerd/comm" 2>/dev/null)" = containerd ]; then
@@ -116,5 +131,5 @@ case $command in
         answers || cannot "none answers"
         if pid=$(ours); then echo "ours, pid $pid, log $log: $(describe)"; else echo "not ours: $(describe)"; fi
         ;;
-    *) sed -n '2,8s/^# \{0,1\}//p' "$0" >&2; exit 2 ;;
+    *) sed -n '2,9s/^# \{0,1\}//p' "$0" >&2; exit 2 ;;
 esac

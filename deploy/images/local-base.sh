@@ -31,6 +31,7 @@ debian() {
     trap 'clean "$folder"' EXIT
     trap 'exit 130' INT TERM
     root=$folder/root
+    # shellcheck disable=SC2016  # $(REPO_URI) is apt's
     mirror=$(apt-get indextargets --format '$(REPO_URI)' 'Created-By: Packages' 'Origin: Debian' \
         "Codename: $release" 2>/dev/null | head -n 1)
     debootstrap --variant=minbase --include=ca-certificates "$release" "$root" ${mirror:+"$mirror"} >"$folder/log" \

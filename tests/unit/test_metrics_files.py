@@ -149,11 +149,11 @@ def test_the_scrape_configuration_knows_all_services_of_the_cluster():
     assert jobs.keys() == {"prometheus", "scheduler", "toolenv", "node", "rollout", "trainer"}
     fixed = {name: job["static_configs"][0]["targets"] for name, job in jobs.items() if "static_configs" in job}
     assert fixed["scheduler"] == ["scheduler:9100"]
-    assert fixed["toolenv"] == ["toolenv:9100", "toolenv-python:9100"]
     found = {n: j["dns_sd_configs"][0] for n, j in jobs.items() if "dns_sd_configs" in j}
     assert {n: (sorted(d["names"]), d["port"]) for n, d in found.items()} == {
         "node": (["hybrid", "rollout", "trainer"], 9100),
         "rollout": (["hybrid", "rollout"], 9101),
         "trainer": (["hybrid", "trainer"], 9102),
+        "toolenv": (["toolenv", "toolenv-python"], 9100),
     }
     assert {(d["type"], d["refresh_interval"]) for d in found.values()} == {("A", "5s")}
