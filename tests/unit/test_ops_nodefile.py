@@ -9,6 +9,7 @@ from services.common import config
 from services.common.errors import ConfigError
 from services.node.config import NodeConfig
 from services.ops import nodefile, target
+from services.ops.__main__ import main
 from services.ops.attached import AttachedCluster
 from services.ops.target import Target
 from services.scheduler.config import SchedulerConfig
@@ -71,6 +72,16 @@ def test_a_node_file_with_a_wrong_setting_is_refused_before_anything_starts(tmp_
         ConfigError, match=r"workers\[trainer-123456e78901\].settings: unknown key 'collective.timout_s"
     ):
         nodefile.load(path)
+
+
+def test_validate_knows_a_node_file(tmp_path, container, capsys):
+    path = tmp_path / "n.yaml"
+    path.write_text(NODE)
+    assert main(["validate", str(path)]) == 0
+    assert "valid node file (node 123456e78901: 1 accelerators, 2 workers)" in capsys.readouterr().out
+    path.write_text(NODE.replace("blobs:", "blobz:"))
+    assert main(["validate", str(path)]) == 2
+    assert "unknown key 'blobz'; did you mean 'blobs'?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["rollout", "trainer", "hybrid"])

@@ -1,6 +1,7 @@
 """Commands around files: run (submit a run), validate."""
 
 import asyncio
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +13,7 @@ from services.client import LibraClient
 from services.common import config, wire
 from services.common.blobs import BlobStore
 from services.common.errors import ConfigError, LibraError
-from services.ops import clusterfile, render, runcheck, runfile, target
+from services.ops import clusterfile, nodefile, render, runcheck, runfile, target
 from services.ops.commands.options import RETRY_FOR_S, Json, Scheduler
 from services.ops.runcheck import Tasks
 from services.ops.runfile import RunConfig
@@ -100,7 +101,7 @@ async def _check_with(client: LibraClient, settings: RunConfig, file: Path, task
 
 
 def validate(
-    file: Annotated[Path, typer.Argument(help="A cluster file or a run file.")],
+    file: Annotated[Path, typer.Argument(help="A cluster file, a node file or a run file.")],
     scheduler: Scheduler = None,
     json: Json = False,
     online: Annotated[bool, typer.Option("--online", help="Run files: ask the scheduler too.")] = False,
@@ -110,6 +111,9 @@ def validate(
     if kind == "cluster":
         cluster = clusterfile.load(file)
         what = f"{len(cluster.nodes)} nodes, {len(cluster.workers)} workers, {len(cluster.toolenvs)} tool environments"
+    elif kind == "node":
+        node = nodefile.load(file)
+        what = f"node {node.node.name}: {len(node.node.accelerators)} accelerators, {len(node.workers)} workers"
     else:
         settings = config.load(file, RunConfig)
         tasks = asyncio.run(_validate_run(settings, file, target.find(scheduler), online=online))
@@ -131,10 +135,12 @@ async def _validate_run(settings: RunConfig, file: Path, where: Target, *, onlin
 def _kind(file: Path) -> str:
     """What a file is meant to be, by the keys that only one kind has."""
     try:
-        content = yaml.safe_load(file.read_text())
+        content = yaml.safe_load(config.interpolate(file.read_text(), os.environ, str(file)))
     except OSError as error:
         raise ConfigError(f"{file}: cannot read the file: {error.strerror}") from None
     except yaml.YAMLError:
         content = {}
     keys = set(content) if isinstance(content, dict) else set()
+    if "node" in keys:
+        return "node"
     return "cluster" if keys & {"nodes", "workers", "scheduler", "toolenvs", "lighthouse"} else "run"
