@@ -17,13 +17,13 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from tests.support.docker import ROOT, VERSION, docker
 
 from services.client import LibraClient
 from services.common import wire
 from services.common.errors import LibraError
 from tests.support import compose as support
 from tests.support.compose import Project
+from tests.support.docker import ROOT, VERSION, docker
 
 pytestmark = pytest.mark.compose
 
