@@ -59,7 +59,7 @@ def loads(text: str, model: type[M], source: str) -> M:
 
 
 def interpolate(text: str, variables: Mapping[str, str], source: str) -> str:
-    """The text with its variables put in; comments are left alone. ConfigError if one has no value."""
+    """The text with its variables put in; whole-line comments are left alone. ConfigError if one has no value."""
     lines = []
     for number, line in enumerate(text.splitlines(keepends=True), start=1):
 

@@ -31,6 +31,7 @@ PAGE_ITEMS = 2_048
 RETRY_SECONDS = (0.05, 2.0)
 AWAIT_SECONDS = 10.0
 REPORT_TIMEOUT_SECONDS = 10.0
+LEAVE_RETRY_SECONDS = 0.2
 
 
 class SessionLost(Exception):
@@ -104,6 +105,7 @@ class FleetSession:
         self._report_interval = 1.0
         self._valid_until = 0.0
         self._tasks: set[asyncio.Task[None]] = set()
+        self._ending = asyncio.Lock()
 
     # ---- what the worker calls
 
@@ -116,6 +118,8 @@ class FleetSession:
                     reason = await self._keep()
                 finally:
                     self._fail_queue()
+                async with self._ending:
+                    pass
                 if reason and not self._stopping.is_set():
                     _log.warning("session lost", session=self.name, reason=reason)
                     await self._handler.on_session_lost(reason)
@@ -177,6 +181,29 @@ class FleetSession:
     def channel(self) -> grpc.aio.Channel:
         """The channel to the scheduler, for other services on it."""
         return self._channel
+
+    async def leave(self, patience_s: float) -> bool:
+        """Ends the session in order once the scheduler says that nothing is held any more; answers commands until then.
+
+        False if that was not so within patience_s, or the session was over already: then it is still to be stopped.
+        """
+        deadline = time.monotonic() + patience_s
+        while self.alive and time.monotonic() < deadline:
+            request = wire.EndSessionRequest(request_id=str(uuid.uuid4()), caller=self.caller())
+            # whether the session that is about to end is to be followed by another depends on the answer
+            async with self._ending:
+                try:
+                    await self._stub.EndSession(request, timeout=2.0)
+                except grpc.aio.AioRpcError:
+                    pass
+                else:
+                    self._stopping.set()
+                    self._wake.set()
+            if self._stopping.is_set():
+                await self._channel.close()
+                return True
+            await asyncio.sleep(LEAVE_RETRY_SECONDS)
+        return False
 
     async def stop(self, *, abandon: bool = False) -> None:
         """Flushes what is queued, ends the session in order and closes the channel."""

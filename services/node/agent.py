@@ -22,9 +22,9 @@ _log = log.get(__name__)
 HOST_MEMORY_STEP = 256 * MIB
 """Free host memory is reported in such steps: its last digits are no news."""
 MAX_REASON_BYTES = 1_024
-LEAVE_SECONDS = 5.0
-"""Longest wait for the scheduler to have asked for the last proofs when the agent ends."""
-LEAVE_POLL_SECONDS = 0.05
+LEAVE_SECONDS = 15.0
+"""Longest wait, when the agent ends, for the scheduler to have asked for the last proofs: longer than the lease of a
+worker that had to be killed and so could not end its session itself."""
 
 
 class NodeAgent:
@@ -55,8 +55,6 @@ class NodeAgent:
         self.observed: list[wire.AcceleratorObservation] = []
         """The newest measurement."""
         self._held_since: dict[tuple[str, int], float] = {}
-        self._proven = {name: slot.lock.probe()[0] for name, slot in self.slots.items()}
-        """Newest generation of each slot that was proven gone, or was over before this agent began."""
         self._incidents: asyncio.Queue[wire.Incident] = asyncio.Queue(maxsize=256)
         self._reported: dict[str, tuple[int, tuple[tuple[int, int], ...]]] = {}
         self._reported_epoch = 0
@@ -128,24 +126,11 @@ class NodeAgent:
     async def leave(self) -> None:
         """Ends all workers, answers for what they held and ends the session in order; the node's hardware goes with it.
 
-        What the scheduler did not ask to prove within LEAVE_SECONDS stays unconfirmed there.
+        What the scheduler could not be shown to be free within LEAVE_SECONDS stays unconfirmed there.
         """
         await self.workers.stop_all()
-        await self._await_proofs()
-        if self.session.alive:
-            with contextlib.suppress(SessionLost, TimeoutError):
-                # reports are answered in order: once this one is, the proofs have arrived
-                async with asyncio.timeout(LEAVE_SECONDS):
-                    await self.session.report(wire.Delta(observations=self.measure()))
-        await self.session.stop()
-
-    async def _await_proofs(self) -> None:
-        deadline = time.monotonic() + LEAVE_SECONDS
-        while self.session.alive and time.monotonic() < deadline:
-            unproven = [n for n, slot in self.slots.items() if slot.lock.probe()[0] > self._proven[n]]
-            if not unproven:
-                return
-            await asyncio.sleep(LEAVE_POLL_SECONDS)
+        if not await self.session.leave(LEAVE_SECONDS):
+            await self.session.stop(abandon=True)
 
     # ---- what the scheduler says
 
@@ -188,8 +173,6 @@ class NodeAgent:
         key = (step.replica, step.generation)
         if not failed:
             self._held_since.pop(key, None)
-            for accelerator in mine:
-                self._proven[accelerator] = max(self._proven[accelerator], step.generation)
             answer.state = wire.HANDOVER_STEP_STATE_DONE
             return wire.CommandResult(state=wire.COMMAND_STATE_SUCCEEDED, handover=answer)
         since = self._held_since.setdefault(key, time.monotonic())

@@ -25,7 +25,7 @@ from services.ops.clusterfile import Addresses, ClusterConfig, RunFolder, Servic
 _log = log.get(__name__)
 
 POLL_S = 0.1
-AGENT_GRACE_S = 5.0
+AGENT_GRACE_S = 20.0
 """Beyond the workers' own grace: the agent ends its workers, then its session."""
 
 

@@ -269,7 +269,8 @@ class Service:
         """Writes the configuration file."""
         path = folder.config(self.name)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(yaml.safe_dump(self.content, sort_keys=False))
+        # values as they are: a dollar sign in them is no variable to who reads the file
+        path.write_text(yaml.safe_dump(self.content, sort_keys=False).replace("$", "$$"))
         return path
 
 

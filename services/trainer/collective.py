@@ -30,6 +30,10 @@ class StepLost(Exception):
     """The quorum or a collective operation failed; what it would have made must be discarded."""
 
 
+class NotJoined(StepLost):
+    """The group was not formed, or this member's state could not be fetched from a peer."""
+
+
 @dataclass(frozen=True, slots=True)
 class Quorum:
     """Who takes part in a step."""
@@ -46,7 +50,7 @@ class Collective(Protocol):
     """One replica's seat in the group. Calls are made in the same order on every member."""
 
     def quorum(self, version: Version) -> Quorum:
-        """Forms the group of a step; a member behind the newest state gets it from a peer first. StepLost."""
+        """Forms the group of a step; a member behind the newest state gets it from a peer first. NotJoined."""
         ...
 
     def agree(self, values: Sequence[int]) -> bool:
@@ -143,9 +147,9 @@ class TorchftCollective:
         except (RuntimeError, TimeoutError, OSError, ValueError) as error:
             # a Manager whose quorum call failed fails at each further one
             self.close()
-            raise StepLost(f"no quorum: {error}") from error
+            raise NotJoined(f"no quorum: {error}") from error
         if manager.errored() is not None:
-            raise self._lost("the group could not be formed or the state not be fetched")
+            raise NotJoined(self._lost("the group could not be formed or the state not be fetched"))
         rank = manager.participating_rank()
         if rank is None:
             raise self._lost("this replica does not take part")

@@ -16,7 +16,7 @@ from services.common.errors import LibraError
 from services.trainer import batches, publish, step
 from services.trainer.batches import Batch
 from services.trainer.checkpoints import Checkpoint
-from services.trainer.collective import Collective, Quorum, StepLost
+from services.trainer.collective import Collective, NotJoined, Quorum, StepLost
 from services.trainer.coordinator import Stopped, Taken
 from services.trainer.policy import RecoveryFailed, ResidentPolicy
 from services.trainer.surroundings import Grant, Surroundings
@@ -27,6 +27,11 @@ _log = log.get(__name__)
 IDLE_SECONDS = 0.1
 RETRY_SECONDS = 0.2
 RECOVERY_RETRY_SECONDS = 2.0
+JOIN_TRIES = 3
+"""A replica that could not take over the group's state so often in a row stays away for a while: with each try the
+others lose the step in hand."""
+JOIN_PAUSE_SECONDS = (5.0, 60.0)
+"""First such pause and longest; each is twice the one before."""
 MAX_REFUSALS = 3
 """Refusals of one manifest's commit after which it is given back."""
 MAX_REQUESTS = 16
@@ -61,6 +66,7 @@ class TrainingLoop:
         self._speaks = False
         self._committed_at = 0.0
         self._refusals: dict[str, int] = {}
+        self._failed_joins = 0
         self._desk = around.desk(self._stop.is_set, self._abandon.is_set)
         self._worker = step.Worker(around.engine, around.store, around.phases, around.pay, self._check)
         self._thread = threading.Thread(target=self._main, name="trainer", daemon=True)
@@ -165,6 +171,8 @@ class TrainingLoop:
             _log.warning("step lost", error=str(error))
             self._discard()
             self._stop.wait(RETRY_SECONDS)
+            if isinstance(error, NotJoined):
+                self._stay_away(run, error)
         except step.Unreadable as error:
             self._discard()
             self._return_unreadable(error)
@@ -179,6 +187,21 @@ class TrainingLoop:
             self._stop.wait(RECOVERY_RETRY_SECONDS)
         finally:
             self.manifest = ""
+
+    def _stay_away(self, run: wire.Run, error: NotJoined) -> None:
+        """A member that is behind and cannot get the state leaves the others alone, longer each time."""
+        if self.policy is None or not self.policy.version < self._head:
+            return
+        self._failed_joins += 1
+        if self._failed_joins < JOIN_TRIES:
+            return
+        first, longest = JOIN_PAUSE_SECONDS
+        pause = min(longest, first * 2.0 ** (self._failed_joins - JOIN_TRIES))
+        text = f"could not join the group {self._failed_joins} times, stays away for {pause:.0f} s: {error}"
+        _log.warning("stays away from the group", tries=self._failed_joins, pause_s=pause)
+        self._around.incident(run.name, LibraError("INTERNAL", text))
+        self._leave_group()
+        self._stop.wait(pause)
 
     def _unpublished_run(self) -> wire.Run | None:
         """A run that ended while its last version was committed and its trainer died before publishing it."""
@@ -307,7 +330,10 @@ class TrainingLoop:
         self._around.history.write("taken", manifest=taken.manifest.name, step=taken.manifest.step)
         laid_out = batches.batch(taken.manifest, self._desk.members(taken.manifest.name), policy.grpo)
         with self._phases.phase(wire.TRAINER_PHASE_REDUCE):
+            # what this replica must hold to take part; the head that it knew may be older
+            self._head = max(self._head, Version.of(taken.manifest.base_version))
             quorum = collective.quorum(policy.claimed())
+            self._failed_joins = 0
             policy.provisional = False
             agreed = self._agree(collective, policy, taken, quorum)
         base = Version.of(taken.manifest.base_version)

@@ -7,6 +7,7 @@ import hashlib
 import hmac
 import http.client
 import http.server
+import ipaddress
 import json
 import secrets
 import socketserver
@@ -19,7 +20,7 @@ from typing import Any
 import safetensors.numpy
 from torchft.checkpointing import CheckpointTransport
 
-from services.common import log
+from services.common import failpoints, log
 
 _log = log.get(__name__)
 
@@ -47,7 +48,7 @@ class StateTransport(CheckpointTransport[Any]):  # type: ignore[misc]
         self._nonce = secrets.token_hex(16)
         self._changed = threading.Condition()
         self._offered: tuple[int, bytes] | None = None
-        self._server = _Server((host, 0), _handler(self))
+        self._server = _Server((_bound(host), 0), _handler(self))
         self._host, self._port = host, self._server.server_address[1]
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.1,), daemon=True)
         self._thread.start()
@@ -69,6 +70,7 @@ class StateTransport(CheckpointTransport[Any]):  # type: ignore[misc]
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
         del src_rank
+        failpoints.hit("trainer.fetch_state")
         peer = json.loads(metadata)
         secret = self._shared or bytes.fromhex(peer.get("secret", ""))
         path = f"/state/{step}/{peer['nonce']}"
@@ -107,6 +109,18 @@ class StateTransport(CheckpointTransport[Any]):  # type: ignore[misc]
         return self._offered is not None and path == f"/state/{self._offered[0]}/{self._nonce}"
 
 
+def _bound(host: str) -> str:
+    """What to listen on for peers that reach this machine as `host`.
+
+    An address is taken as it is. A name may stand for another address where a peer asks than here (a container has one
+    on each of its networks), so it means all of them.
+    """
+    try:
+        return str(ipaddress.ip_address(host))
+    except ValueError:
+        return "0.0.0.0"  # noqa: S104 - requests are signed
+
+
 def sign(secret: bytes, path: str) -> str:
     """HMAC-SHA256 of a request's path."""
     return hmac.new(secret, path.encode(), hashlib.sha256).hexdigest()
@@ -132,6 +146,11 @@ def decode(data: bytes) -> dict[str, Any]:
 class _Server(socketserver.ThreadingMixIn, http.server.HTTPServer):
     daemon_threads = True
     allow_reuse_address = True
+
+    def server_bind(self) -> None:
+        # HTTPServer's own asks DNS for this machine's name, which can take long where there is none
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         del request

@@ -1,11 +1,24 @@
 """A Docker engine with the built images, or the reason why there is none."""
 
 import json
+import signal
 import subprocess
 
 import pytest
 
 from tests.support.docker import ROOT, VERSION, docker
+
+
+@pytest.fixture(scope="session", autouse=True)
+def tidy_when_told_to_end():
+    """SIGTERM, as from a time limit, ends the tests like Ctrl-C: what they started is taken down."""
+
+    def interrupt(number, frame):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    yield
+    signal.signal(signal.SIGTERM, before)
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,7 @@ else
     fi
     started=yes
 fi
-finish() { [ -z "$started" ] || $engine stop; }
+finish() { [ -z "$started" ] || $engine stop --force; }
 trap finish EXIT
 trap 'exit 130' INT TERM
 

@@ -8,6 +8,7 @@ import asyncio
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -102,18 +103,19 @@ def demo_summary(project: Project) -> dict:
 
 
 def test_the_file_is_clean_under_both_versions(tmp_path):
-    binaries = [["docker-compose"]]
-    binaries += [[str(p)] for p in Path("/usr/libexec/docker/cli-plugins").glob("docker-compose")]
-    second = second_version(tmp_path)
-    binaries += [[str(second)]] if second else []
+    found = [shutil.which("docker-compose"), second_version(tmp_path)]
+    binaries = [[str(path)] for path in found if path]
+    if not binaries:
+        pytest.skip("no compose is installed")
+    files_of = (["compose.yaml"], *(["compose.yaml", f"deploy/compose.{n}.yaml"] for n in ("gpu", "python")))
     for binary in binaries:
-        for files in (["compose.yaml"], ["compose.yaml", "deploy/compose.gpu.yaml"]):
+        for files in files_of:
             command = [*binary, *(a for f in files for a in ("-f", f)), "config", "--quiet"]
             done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True, timeout=60)
             assert done.returncode == 0, f"{command}: {done.stderr}"
             assert not done.stderr.strip(), f"{command}: {done.stderr}"
         version = subprocess.run([*binary, "version", "--short"], check=False, capture_output=True, text=True)
-        say(f"compose.yaml and compose.gpu.yaml are clean under compose {version.stdout.strip()}")
+        say(f"the compose files are clean under compose {version.stdout.strip()}")
 
 
 def second_version(folder: Path) -> Path | None:
@@ -156,10 +158,10 @@ def test_containers_are_confined(project):
         n: docker("network", "inspect", "-f", "{{.Internal}}", f"{project.name}_{n}").strip() for n in ("db", "tools")
     }
     assert internal == {"db": "true", "tools": "true"}
-    code = "import socket; print([socket.getaddrinfo(n, 1) for n in ('postgres', 'scheduler')])"
+    code = "import socket; socket.getaddrinfo('postgres', 1)"
     done = docker("exec", project.containers("toolenv")[0].id, "python", "-c", code, check=False)
     assert done.returncode != 0
-    assert "not known" in done.stderr or "failure in name" in done.stderr
+    assert "gaierror" in done.stderr
     code = "import socket; socket.create_connection(('9.9.9.9', 53), 3)"
     assert docker("exec", project.containers("toolenv")[0].id, "python", "-c", code, check=False).returncode != 0
     for container in project.containers():
@@ -246,12 +248,14 @@ def test_the_summary_keeps_the_guarantees(project):
 
 def test_scaled_down_workers_moved_their_work_and_left(project):
     until("one rollout container", lambda: len(project.containers("rollout")) == 1, 60, project)
-    status = json.loads(project.compose("run", "--rm", "-T", "libra", "status", "--json"))
     names = {c.id[:12] for c in project.containers() if c.service in ("rollout", "trainer", "hybrid")}
-    held = set(re.findall(r"nodes/[a-z]+-([0-9a-f]{12})/accelerators/0", json.dumps(status)))
-    say(f"accelerators of the cluster: {sorted(held)}")
-    # a container that was killed while it was being stopped could prove nothing, so its accelerator stays known
-    assert names <= held
+
+    def held() -> set[str]:
+        status = project.compose("run", "--rm", "-T", "libra", "status", "--json")
+        return set(re.findall(r"nodes/[a-z]+-([0-9a-f]{12})/accelerators/0", status))
+
+    until("only the accelerators of the containers that are left", lambda: held() == names, 60, project)
+    say(f"the accelerators of the cluster are those of its {len(names)} containers; three have left")
 
 
 def test_prometheus_has_every_target(project):
@@ -275,6 +279,12 @@ def test_the_boards_queries_return_data(project):
     board = json.loads((ROOT / "deploy" / "grafana" / "dashboards" / "libra.json").read_text())
     queries = [(p.get("title", ""), t["expr"]) for p in panels(board) for t in p.get("targets", []) if "expr" in t]
     assert len(queries) > 8
+    # what there is no data of unless it happened, and then perhaps for one scrape only
+    optional = ["count(up) - sum(up)"]
+    moved = [m for m in demo_summary(project)["reassignment_list"] if m["asked_by"] == "planner"]
+    if not moved:
+        optional.append("libra_planner_gain")
+        say("the planner moved nothing, so the board shows no gain")
     empty = []
     for title, written in queries:
         expression = written.replace("$__rate_interval", "1m").replace("$__interval", "15s").replace("$__range", "30m")
@@ -282,10 +292,10 @@ def test_the_boards_queries_return_data(project):
             {"query": expression, "start": time.time() - 1_800, "end": time.time(), "step": "15"}
         )
         answer = fetch(url(project, f"/api/v1/query_range?{query}"))
-        if not answer["data"]["result"]:
+        if not answer["data"]["result"] and not any(o in written for o in optional):
             empty.append(f"{title}: {expression}")
     assert not empty, "\n".join(empty)
-    say(f"all {len(queries)} queries of the board return data")
+    say(f"the board's {len(queries)} queries return data")
 
 
 def panels(board: dict) -> list[dict]:
@@ -311,6 +321,7 @@ def test_update_and_down_leave_nothing(project):
         project.shell(block, 900)
     until("healthy after the update", lambda: all_healthy(project), UP_SECONDS, project)
     first, second = GUIDE["Down"][0].strip().splitlines()
+    assert "-v" in second
     project.shell(first)
     assert project.left()["volumes"]
     assert not project.left()["containers"]

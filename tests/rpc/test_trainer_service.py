@@ -250,6 +250,25 @@ async def test_hybrid_trainer_joins_and_leaves_and_the_result_is_the_same(world)
     assert {"wait_batch", "train", "publish"} <= line["phase_seconds"].keys()
 
 
+async def test_a_trainer_that_cannot_fetch_the_state_leaves_the_others_alone(world):
+    world.steps = [make_step(world.store, n, UNEQUAL[n % 5]) for n in range(1, 9)]
+    await world.start()
+    scheduler = world.scheduler
+    scheduler.limit = 2
+    await world.trainer("t0", accelerator=0)
+    await world.process("t2", accelerator=2, failpoints="trainer.fetch_state=error")
+    await scheduler.grant("t0", 1)
+    await scheduler.until(lambda: 2 in scheduler.files)
+    await scheduler.grant("t2", 2, "nodes/n0/accelerators/2")
+    scheduler.limit = 8
+    await scheduler.touch()
+    await scheduler.until(lambda: 8 in scheduler.files)
+    assert {members for number, _, members in scheduler.commits if number > 2} == {(1,)}
+    assert largest_difference(world.weights(8), alone(world, 8)) < 1e-9
+    if scheduler.incidents:  # it may have come when little was left to lose
+        assert "could not join the group 3 times, stays away" in scheduler.incidents[0].reason.text
+
+
 async def test_a_version_whose_trainer_died_before_publishing_is_published_by_a_peer(world):
     await world.start()
     scheduler = world.scheduler

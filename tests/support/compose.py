@@ -30,22 +30,24 @@ class Container:
 
 
 class Project:
-    """One compose project. `without`: services whose images cannot be had here."""
+    """One compose project. `without`: services whose images cannot be had here; `compose`: the command, if not the usual."""
 
-    def __init__(self, name: str, folder: Path, environment: dict[str, str], without: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, name: str, folder: Path, environment: dict[str, str], without: tuple[str, ...] = (), compose: str = ""
+    ) -> None:
         self.name = name
         self.without = without
         self._shim = folder / "bin"
         self.environment = {**os.environ, **environment, "COMPOSE_PROJECT_NAME": name, "COMPOSE_IGNORE_ORPHANS": "1"}
-        if docker("compose", "version", check=False).returncode:
-            self._make_shim()
+        if compose or docker("compose", "version", check=False).returncode:
+            self._make_shim(compose or "docker-compose")
 
-    def _make_shim(self) -> None:
-        """`docker compose` where only docker-compose 1.29 is installed, as the guide tells its readers."""
+    def _make_shim(self, compose: str) -> None:
+        """`docker compose` where it is another command, as the guide tells the readers who have 1.29."""
         self._shim.mkdir(parents=True)
         script = self._shim / "docker"
         script.write_text(
-            '#!/bin/sh\nif [ "$1" = compose ]; then shift; exec docker-compose "$@"; fi\n'
+            '#!/bin/sh\nif [ "$1" = compose ]; then shift; exec ' + compose + ' "$@"; fi\n'
             f'exec {shutil.which("docker")} "$@"\n'
         )
         script.chmod(0o755)
@@ -103,7 +105,9 @@ class Project:
 
     def crash(self, container: Container) -> None:
         """SIGKILL to its first process, as a crash: `docker kill` would count as wanted and not be restarted."""
-        assert container.pid > 1
+        # the engine may live where its process ids mean nothing here
+        mounts = Path(f"/proc/{container.pid}/mountinfo").read_text()
+        assert container.id in mounts, f"process {container.pid} here is not the container's"
         os.kill(container.pid, signal.SIGKILL)
 
     def logs(self) -> str:

@@ -66,6 +66,19 @@ def test_a_peer_that_asks_too_early_is_answered_once_the_state_is_there(transpor
     assert found[0]["torchft"]["step"] == 7
 
 
+def test_a_name_is_served_on_every_address_that_it_may_stand_for(transports):
+    giver = StateTransport("a-name-that-peers-resolve-otherwise", b"s" * 16)
+    try:
+        giver.send_checkpoint([1], 7, STATE, TIMEOUT)
+        peer = json.loads(giver.metadata())
+        assert peer["host"] == "a-name-that-peers-resolve-otherwise"
+        for address in ("127.0.0.1", "127.0.0.2"):
+            seen = json.dumps(peer | {"host": address})
+            assert transports(b"s" * 16).recv_checkpoint(0, seen, 7, TIMEOUT)["torchft"]["step"] == 7
+    finally:
+        giver.shutdown()
+
+
 def test_nobody_without_the_secret_gets_anything(transports):
     giver, stranger = transports(b"the right secret"), transports(b"a wrong secret ..")
     giver.send_checkpoint([1], 7, STATE, TIMEOUT)

@@ -153,13 +153,13 @@ class AdminService(wire.AdminServiceServicer):
                 raise errors.invalid_field("the target must stand on exactly the source's accelerators")
             if role == replica.role:
                 raise errors.illegal_transition(f"{replica.name} serves {role} already")
+            if replica.reassignment or replica.state not in ("ACTIVE", "CORDONED", "SUSPECT"):
+                raise errors.illegal_transition(f"{replica.name} is {replica.state} and cannot be moved now")
             pools = {fleet.accelerators[a].pool for a in accelerators}
             if pools != {"HYBRID"}:
                 raise errors.LibraError(
                     "LIMIT_BROKEN", f"{', '.join(accelerators)}: only HYBRID accelerators change sides"
                 )
-            if replica.reassignment or replica.state not in ("ACTIVE", "CORDONED", "SUSPECT"):
-                raise errors.illegal_transition(f"{replica.name} is {replica.state} and cannot be moved now")
             session = worker_for(change, role, accelerators)
             if session is None:
                 raise errors.LibraError(

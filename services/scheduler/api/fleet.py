@@ -65,7 +65,7 @@ class FleetService(wire.FleetServiceServicer):
         session = self._ledger.fleet.sessions.get(request.caller.session)
         if session is not None and session.state in sessions.ALIVE:
             sessions.check(self._ledger, request.caller.session, request.caller.epoch, request.caller.seen_term)
-            held = [r.name for r in self._ledger.fleet.live_replicas() if r.owner_session == session.name]
+            held = self._held(session)
             if held and not request.abandon:
                 raise errors.illegal_transition(
                     f"{session.name} still holds {', '.join(held)}; hand them over first, or set abandon",
@@ -75,6 +75,16 @@ class FleetService(wire.FleetServiceServicer):
             sessions.end(change, self._cycle.holds, session, "close", "CLOSED", "closed by the worker")
             await self._ledger.commit(change)
         return wire.EndSessionResponse(stamp=render.stamp(self._ledger.fleet))
+
+    def _held(self, session: Session) -> list[str]:
+        """Replicas that a session answers for: its own, for a node agent those on its node's accelerators."""
+        fleet = self._ledger.fleet
+        mine = tuple(f"{n.name}/" for n in fleet.nodes.values() if n.agent_session == session.name)
+        return [
+            r.name
+            for r in fleet.live_replicas()
+            if r.owner_session == session.name or any(a.startswith(mine) for a in r.accelerators if mine)
+        ]
 
     # ---- reports
 
