@@ -49,6 +49,8 @@ STALL_SECONDS = 150.0
 EXPORT_SECONDS = 120.0
 RETRY_SECONDS = 30.0
 """How long the driver tries again while the scheduler restarts."""
+ELSEWHERE_RETRY_SECONDS = 120.0
+"""The same in a cluster that others run, where its database may have to come back first."""
 VIEW_RETRY_SECONDS = 0.5
 """The view rather says that the scheduler is away."""
 POLL_SECONDS = 0.5
@@ -161,7 +163,7 @@ class Demonstration:
         try:
             await cluster.start()
             async with (
-                LibraClient(cluster.scheduler, retry_for_s=RETRY_SECONDS) as client,
+                LibraClient(cluster.scheduler, retry_for_s=self._patience()) as client,
                 LibraClient(cluster.scheduler, retry_for_s=VIEW_RETRY_SECONDS) as looking,
             ):
                 view = View(looking, self.folder, self.console)
@@ -183,6 +185,9 @@ class Demonstration:
         finally:
             await cluster.stop()
         return await asyncio.to_thread(self._judge)
+
+    def _patience(self) -> float:
+        return RETRY_SECONDS if self.options.where is None else ELSEWHERE_RETRY_SECONDS
 
     async def _export(self, cluster: Cluster | AttachedCluster) -> None:
         """Writes down what the scheduler knows; a failure is said, and shows as missing records afterwards."""

@@ -3,8 +3,10 @@
 import asyncio
 
 import grpc
+import pytest
 
 from services.common import wire
+from services.common.errors import LibraError
 from tests.support.robots import SHA, accelerator, refused, rid, small_fleet
 
 
@@ -44,6 +46,17 @@ async def test_a_step_that_all_its_replicas_commit_at_once_is_seen_once(cluster)
             assert {(v.lineage, v.number) for v in versions} == {(1, step)}
             await cluster.publish(trainer, versions[0])
         assert [s.manifest for s in cluster.scheduler.cycle.observe.steps] == names
+
+
+async def test_a_caller_is_told_to_ask_again_when_the_store_fails(cluster):
+    ledger = cluster.scheduler.cycle.ledger
+    lost = asyncio.get_running_loop().create_future()
+    lost.set_exception(OSError("server closed the connection unexpectedly"))
+    ledger._last = lost
+    with pytest.raises(LibraError, match="ask again") as caught:
+        await ledger.barrier()
+    assert caught.value.reason == "NOT_LEADER"
+    assert caught.value.status is grpc.StatusCode.UNAVAILABLE
 
 
 async def test_weights_are_prepared_then_switched_on_every_engine(cluster):

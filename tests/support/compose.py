@@ -38,7 +38,7 @@ class Project:
         self.name = name
         self.without = without
         self._shim = folder / "bin"
-        self.environment = {**os.environ, **environment, "COMPOSE_PROJECT_NAME": name, "COMPOSE_IGNORE_ORPHANS": "1"}
+        self.environment = {**os.environ, **environment, "COMPOSE_PROJECT_NAME": name}
         if compose or docker("compose", "version", check=False).returncode:
             self._make_shim(compose or "docker-compose")
 

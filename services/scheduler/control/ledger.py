@@ -23,6 +23,7 @@ from services.scheduler.store.writer import Writer
 
 _log = log.get(__name__)
 
+STOPPING = "this scheduler is stopping; ask again in a moment"
 MAX_ANSWERS = 8_192
 """Answers kept in memory for repeated request ids; older ones are read from the store."""
 
@@ -192,7 +193,7 @@ class Ledger:
         """Hands the change to the writer without waiting; returns its revision."""
         if self.failed.done():
             # what is in memory is not what is stored: nothing more may be built on it
-            raise LibraError("NOT_LEADER", "this scheduler is stopping; ask again in a moment")
+            raise LibraError("NOT_LEADER", STOPPING)
         if change.empty:
             return self.fleet.revision
         self.fleet.revision += 1
@@ -246,9 +247,14 @@ class Ledger:
         self.forget.clear()
 
     async def barrier(self) -> None:
-        """Waits until everything submitted so far is durable."""
-        if self._last is not None:
+        """Waits until everything submitted so far is durable; NOT_LEADER if it will not be, or nobody knows."""
+        if self._last is None:
+            return
+        try:
             await asyncio.shield(self._last)
+        except Exception as error:
+            # the log has the database's words; a caller can only ask again, a mutation under the same request id
+            raise LibraError("NOT_LEADER", STOPPING) from error
 
     def _notify(self) -> None:
         self._changed.set()

@@ -12,6 +12,8 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import sqlalchemy as sa
 
+from services.common import log
+from services.common.errors import LibraError
 from services.scheduler.core import model
 from services.scheduler.store import (
     accelerators,
@@ -29,6 +31,8 @@ from services.scheduler.store import (
 from services.scheduler.store.manifests import Consumption
 from services.scheduler.store.mapping import Mapping
 from services.scheduler.store.paging import by_name, named
+
+_log = log.get(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -151,8 +155,12 @@ class Store:
 
     async def _read(self, read: Callable[Concatenate[sa.Connection, P], T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         def run() -> T:
-            with self.reading() as connection:
-                return read(connection, *args, **kwargs)
+            try:
+                with self.reading() as connection:
+                    return read(connection, *args, **kwargs)
+            except (sa.exc.OperationalError, sa.exc.InterfaceError) as error:
+                _log.warning("the database could not be read", error=str(error.orig))
+                raise LibraError("NOT_LEADER", "the database does not answer; ask again in a moment") from error
 
         return await asyncio.get_running_loop().run_in_executor(self._readers, run)
 
