@@ -31,8 +31,9 @@ class NodeFile(Strict):
     """Blob store URI, the same for the whole cluster."""
     run_dir: str = ""
     """Folder of what this node writes: locks, histories, logs; default runs/{node}. It must survive a restart."""
-    host: str = "127.0.0.1"
-    """Name or address under which the other machines reach this one."""
+    host: str = ""
+    """Name or address under which the other machines' trainers reach this one's; empty: the address from which the
+    lighthouse is reached."""
     listen: str = "127.0.0.1"
     """Address on which workers take calls; 0.0.0.0 for all."""
     node: NodeSection
@@ -76,6 +77,6 @@ def load(path: str | Path) -> NodeFile:
 def _settings(node: NodeFile, worker: WorkerProcess) -> dict[str, Any]:
     """The worker with what being reached from other machines needs, unless it says that itself."""
     settings: dict[str, Any] = {"listen": f"{node.listen}:0"} | worker.settings
-    if worker.kind == "trainer":
+    if worker.kind == "trainer" and node.host:
         settings["collective"] = {"host": node.host} | worker.settings.get("collective", {})
     return worker.model_dump() | {"settings": settings}

@@ -5,6 +5,7 @@ state. It does not decide whether a step counts: CommitStep does.
 """
 
 import math
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from torch.distributed import ReduceOp, TCPStore
 from torchft import ProcessGroupGloo
 
 from services.common import log
+from services.trainer import interfaces
 from services.trainer.engine.base import Array
 from services.trainer.transfer import StateTransport
 from services.trainer.version import Version
@@ -122,11 +124,11 @@ class TorchftCollective:
         *,
         state: Callable[[], Mapping[str, Array]],
         load_state: Callable[[Mapping[str, Array], int], None],
-        host: str = "127.0.0.1",
+        host: str = "",
         secret: bytes = b"",
         times: Times | None = None,
     ) -> None:
-        """`load_state` gets a peer's arrays and its version counter."""
+        """`load_state` gets a peer's arrays and its version counter; an empty host is found by the route there."""
         self._lighthouse = lighthouse if "://" in lighthouse else f"http://{lighthouse}"
         self._id = f"{worker.removeprefix('workers/')}@{generation}"
         self._state, self._load_state = state, load_state
@@ -200,7 +202,12 @@ class TorchftCollective:
         if self._manager is not None and self._group is not None:
             return self._manager, self._group
         time.sleep(max(0.0, self._left_at + self._times.rejoin - time.monotonic()))
-        store = TCPStore(self._host, 0, is_master=True, wait_for_workers=False)
+        host = self._host or interfaces.towards(self._lighthouse)
+        # gloo asks the machine's name for its address, which may be one that the others do not reach
+        name = interfaces.interface(host)
+        if name:
+            os.environ["GLOO_SOCKET_IFNAME"] = name
+        store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
         self._group = ProcessGroupGloo(timeout=timedelta(seconds=self._times.collective))
         self._manager = torchft.Manager(
             pg=self._group,
@@ -214,13 +221,13 @@ class TorchftCollective:
             connect_timeout=timedelta(seconds=self._times.connect),
             rank=0,
             world_size=1,
-            store_addr=self._host,
+            store_addr=host,
             store_port=store.port,
             lighthouse_addr=self._lighthouse,
             replica_id=self._id,
-            hostname=self._host,
+            hostname=host,
             heartbeat_interval=timedelta(seconds=self._times.heartbeat_interval),
-            checkpoint_transport=StateTransport(self._host, self._secret),
+            checkpoint_transport=StateTransport(host, self._secret),
             init_sync=False,
         )
         self._store = store

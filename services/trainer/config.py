@@ -18,8 +18,9 @@ class CollectiveConfig(Strict):
 
     lighthouse: str = Field(min_length=1)
     """Address of the lighthouse, http://host:port or host:port."""
-    host: str = "127.0.0.1"
-    """Name or address under which the other replicas reach this one."""
+    host: str = ""
+    """Name or address under which the other replicas reach this one; empty: the address from which the lighthouse is
+    reached, so that a machine on several networks uses the trainers' own."""
     timeout_s: Seconds = 20.0
     """Longest wait for one collective operation or one state transfer."""
     quorum_timeout_s: Seconds = 15.0

@@ -21,7 +21,7 @@ scheduler: ${LIBRA_SCHEDULER}
 lighthouse: ${LIBRA_LIGHTHOUSE:-lighthouse:29510}
 blobs: s3://bucket/libra
 run_dir: RUN_DIR
-host: "${HOSTNAME}"
+host: 10.0.0.7
 listen: 0.0.0.0
 node:
   name: "${HOSTNAME}"
@@ -50,7 +50,7 @@ def test_a_node_file_makes_the_configurations_of_its_services(tmp_path, containe
     assert (rollout["worker"], rollout["listen"], rollout["scheduler"]) == (
         "rollout-123456e78901", "0.0.0.0:0", "scheduler:7070",
     )  # fmt: skip
-    assert trainer["collective"] == {"lighthouse": "lighthouse:29510", "host": "123456e78901", "timeout_s": 7}
+    assert trainer["collective"] == {"lighthouse": "lighthouse:29510", "host": "10.0.0.7", "timeout_s": 7}
     assert trainer["accelerators"] == ["nodes/123456e78901/accelerators/0"]
     agent = config.load(found["services.node"].write(node.folder), NodeConfig)
     # in a container everything goes to one output
