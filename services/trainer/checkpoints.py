@@ -4,6 +4,7 @@ The index is written last and names the state's hash, so a checkpoint is there w
 """
 
 import contextlib
+import hashlib
 import json
 import time
 from collections.abc import Mapping
@@ -22,7 +23,9 @@ from services.trainer.version import Version
 _log = log.get(__name__)
 
 FORMAT = 1
-STATE_FILE = "state.safetensors"
+STATE_FILE = "state-{content}.safetensors"
+"""Named after its content: another replica's state of the same version does not take its place under an index."""
+KEY_DIGITS = 16
 INDEX_FILE = "index.json"
 
 
@@ -47,14 +50,15 @@ class Checkpoints:
         """Writes a checkpoint; returns once it is durable."""
         folder = f"{self._folder}/{version}"
         data = safetensors.numpy.save(dict(state), metadata={"version": str(version)})
-        ref = self._store.put(f"{folder}/{STATE_FILE}", data)
+        file = STATE_FILE.format(content=hashlib.sha256(data).hexdigest()[:KEY_DIGITS])
+        ref = self._store.put(f"{folder}/{file}", data)
         now = time.time()
         index = {
             "format": FORMAT,
             "lineage": version.lineage,
             "number": version.number,
             "create_time": now,
-            "state": {"file": STATE_FILE, "sha256": ref.sha256, "size_bytes": ref.size_bytes},
+            "state": {"file": file, "sha256": ref.sha256, "size_bytes": ref.size_bytes},
             "settings": dict(settings),
         }
         text = json.dumps(index, indent=1, sort_keys=True).encode()

@@ -17,6 +17,8 @@ WEIGHTS_FILE = "model.safetensors"
 COPIED_SUFFIXES = (".json", ".txt", ".model", ".jinja")
 """Files of the base model that go into the export: configuration, tokenizer, chat template."""
 MAX_COPIED_BYTES = 256 << 20
+KEY_DIGITS = 16
+"""Hexadecimal digits of a content's hash in its key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +37,14 @@ def run_id(run: str) -> str:
 
 
 def write(store: BlobStore, run: str, version: Version, weights: Mapping[str, Array]) -> Files:
-    """Writes one safetensors shard with Hugging Face names; durable when it returns."""
+    """Writes one safetensors shard with Hugging Face names; durable when it returns.
+
+    Two replicas may write one version, where the first died or was slow to say so, and their sums differ in the last
+    bit: the key has the content's hash, so that neither takes the other's place under a reference that is out already.
+    """
     data: bytes = safetensors.numpy.save(dict(weights), metadata={"format": "pt"})
-    ref = store.put(f"{run_id(run)}/weights/{version}/{WEIGHTS_FILE}", data)
+    content = hashlib.sha256(data).hexdigest()
+    ref = store.put(f"{run_id(run)}/weights/{version}/{content[:KEY_DIGITS]}/{WEIGHTS_FILE}", data)
     dtype = next(iter(weights.values())).dtype.name if weights else ""
     shards = [wire.WeightShard(name=WEIGHTS_FILE, blob=ref)]
     manifest = wire.WeightManifest(format=FORMAT, shards=shards, checksum=checksum(shards), dtype=dtype)
