@@ -1,5 +1,6 @@
 """Structured logs on stderr: one line an event, key=value, no payloads."""
 
+import contextlib
 import logging
 import sys
 from typing import Any
@@ -20,9 +21,22 @@ def setup(service: str, worker: str = "", level: str = "info") -> None:
             structlog.processors.KeyValueRenderer(key_order=["timestamp", "level", "event"], drop_missing=True),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(number),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=_Stderr,
     )
     structlog.contextvars.bind_contextvars(service=service, **({"worker": worker} if worker else {}))
+
+
+class _Stderr:
+    """Writes to what standard error is at the moment. A line that cannot be written ends nothing."""
+
+    def __init__(self, *_: object) -> None:
+        return
+
+    def msg(self, message: str) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            print(message, file=sys.stderr, flush=True)  # noqa: T201 - this is where logs go
+
+    log = debug = info = warning = warn = error = critical = fatal = msg
 
 
 def get(name: str) -> Any:
