@@ -60,13 +60,8 @@ def run(
 async def _submit(settings: RunConfig, file: Path, where: Target, *, follow: bool) -> wire.Run:
     tasks = await _check_local(settings, file, where.toolenvs)
     async with LibraClient(where.scheduler, retry_for_s=RETRY_FOR_S) as client:
-        await _check_with(client, settings, file, tasks)
-        path = settings.tasks_path(file)
-        ref = runfile.task_ref(path, tasks.data)
-        if where.blobs:
-            # a copy that nobody edits while the run goes on
-            store = BlobStore(where.blobs)
-            ref = await asyncio.to_thread(store.put, f"{settings.run}/tasks-{ref.sha256[:16]}.jsonl", tasks.data)
+        ref = await _task_ref(settings, file, tasks, where)
+        await _check_with(client, settings, file, ref)
         try:
             created = await client.create_run(settings.run, runfile.message(settings, file, ref))
         except LibraError as error:
@@ -74,6 +69,17 @@ async def _submit(settings: RunConfig, file: Path, where: Target, *, follow: boo
                 raise runcheck.refused(file, error) from None
             raise
         return await client.wait_run(created.name, FOLLOW_S) if follow else created
+
+
+async def _task_ref(settings: RunConfig, file: Path, tasks: Tasks, where: Target) -> wire.BlobRef:
+    """Where the scheduler reads the tasks: a copy in the blob store, which nobody edits while the run goes on and which
+    other machines see, or the file itself where no blob store is known.
+    """
+    ref = runfile.task_ref(settings.tasks_path(file), tasks.data)
+    if not where.blobs:
+        return ref
+    store = BlobStore(where.blobs)
+    return await asyncio.to_thread(store.put, f"{settings.run}/tasks-{ref.sha256[:16]}.jsonl", tasks.data)
 
 
 async def _check_local(settings: RunConfig, file: Path, known: dict[str, str]) -> Tasks:
@@ -87,11 +93,11 @@ async def _check_local(settings: RunConfig, file: Path, known: dict[str, str]) -
     return tasks
 
 
-async def _check_with(client: LibraClient, settings: RunConfig, file: Path, tasks: Tasks) -> None:
+async def _check_with(client: LibraClient, settings: RunConfig, file: Path, ref: wire.BlobRef) -> None:
     """What only the scheduler knows: the accelerators there are, and its own rules."""
     found = await client.list_resources(wire.RESOURCE_KIND_ACCELERATOR)
     runcheck.replicas(settings, file, [r.accelerator for r in found.resources])
-    message = runfile.message(settings, file, runfile.task_ref(settings.tasks_path(file), tasks.data))
+    message = runfile.message(settings, file, ref)
     try:
         await client.create_run(settings.run, message, validate_only=True)
     except LibraError as error:
@@ -128,7 +134,7 @@ async def _validate_run(settings: RunConfig, file: Path, where: Target, *, onlin
     tasks = await _check_local(settings, file, where.toolenvs if online else {})
     if online:
         async with LibraClient(where.scheduler, retry_for_s=RETRY_FOR_S) as client:
-            await _check_with(client, settings, file, tasks)
+            await _check_with(client, settings, file, await _task_ref(settings, file, tasks, where))
     return tasks
 
 
