@@ -25,6 +25,9 @@ GENERATED_TOKENS = 480
 """Of these, generated at most; the rest is prompt and tool output of the longest episodes."""
 MAX_TURNS = 32
 LEARNING_RATE = 3e-4
+MIN_LR_RATIO = 0.1
+"""Over its second half a run's learning rate falls to this share. Of a batch that is almost all right the advantages
+are those of a few samples; full steps on them spoilt what was learnt."""
 KL_COEFFICIENT = 0.02
 """Weight of the divergence from the base model: without it the last steps at this learning rate are noisy."""
 CHECKPOINT_EVERY = 5
@@ -65,7 +68,14 @@ def training(job: Job, blobs: BlobStore) -> wire.Run:
     run = _run(job, wire.RUN_KIND_TRAIN, GROUP_SIZE, str(job.model), tasks, blobs, f"{TRAIN}-{job.seed}")
     run.algorithm.name = "grpo"
     run.algorithm.settings.update(
-        {"learning_rate": LEARNING_RATE, "checkpoint_every": CHECKPOINT_EVERY, "kl_coef": KL_COEFFICIENT}
+        {
+            "learning_rate": LEARNING_RATE,
+            "decay_after": job.steps // 2,
+            "decay_steps": job.steps - job.steps // 2,
+            "min_lr_ratio": MIN_LR_RATIO,
+            "checkpoint_every": CHECKPOINT_EVERY,
+            "kl_coef": KL_COEFFICIENT,
+        }
     )
     run.staleness.max_versions = MAX_VERSIONS
     run.batch.CopyFrom(wire.BatchSize(groups=GROUPS))

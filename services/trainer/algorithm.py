@@ -19,6 +19,15 @@ class Grpo:
     """
 
     learning_rate: float = 3e-4
+    """Of AdamW; what a step uses is `rate_of(step)`."""
+    warmup_steps: int = 0
+    """Steps over which the rate rises to `learning_rate`."""
+    decay_after: int = 0
+    """Steps before the rate falls, warm-up included."""
+    decay_steps: int = 0
+    """Steps over which it then falls; 0 = never."""
+    min_lr_ratio: float = 0.0
+    """Where the fall ends, as a share of `learning_rate`."""
     clip_low: float = 0.2
     """The importance ratio is clipped to [1 - clip_low, 1 + clip_high]."""
     clip_high: float = 0.2
@@ -41,6 +50,20 @@ class Grpo:
     """True: the decoupled objective (arXiv 2505.24298), ratio against proximal logprobs recomputed at the base version,
     weighted by proximal / behaviour. Off by default: with one optimizer step per manifest its ratio is 1 throughout, so
     clipping never acts and only the (truncated) weight corrects for stale tokens."""
+
+    def rate_of(self, step: int) -> float:
+        """The learning rate of the update that makes version `step` (1, 2, …), a function of nothing else.
+
+        Linear warm-up, constant, linear decay: the "warmup-stable-decay" schedule (arXiv 2404.06395). A redo after a
+        crash and a replica that has just joined arrive at the same rate without any state.
+        """
+        rate = self.learning_rate
+        if step < self.warmup_steps:
+            rate *= step / self.warmup_steps
+        if self.decay_steps:
+            done = min(1.0, max(0, step - self.decay_after) / self.decay_steps)
+            rate *= 1.0 - (1.0 - self.min_lr_ratio) * done
+        return rate
 
 
 _LIST_KEYS = {"betas": ("beta1", "beta2")}
@@ -93,6 +116,10 @@ def _number(key: str, value: object, kind: type) -> float | int | bool:
 def _check(grpo: Grpo) -> None:
     limits: dict[str, tuple[float, float]] = {
         "learning_rate": (0.0, 1.0),
+        "warmup_steps": (0, 1 << 40),
+        "decay_after": (0, 1 << 40),
+        "decay_steps": (0, 1 << 40),
+        "min_lr_ratio": (0.0, 1.0),
         "clip_low": (0.0, 1.0),
         "clip_high": (0.0, 100.0),
         "kl_coef": (0.0, 100.0),

@@ -385,7 +385,7 @@ class TrainingLoop:
                 "committed", manifest=taken.manifest.name, version=[version.lineage, version.number]
             )
             failpoints.hit("trainer.after_commit")
-            norm = self._worker.engine.apply(reduced.gradient)
+            norm = self._worker.engine.apply(reduced.gradient, policy.grpo.rate_of(version.number))
             policy.version = self._head = version
             self._committed_at = time.monotonic()
             collective.finish(version, committed=True)
@@ -398,7 +398,7 @@ class TrainingLoop:
             worker=self.grant.worker, members=len(laid_out.members), replicas=quorum.count, redo=False,
             trainable_tokens=reduced.trainable_tokens,
         )  # fmt: skip
-        metrics = step.metrics(reduced, policy.grpo, norm, batches.statistics(laid_out))
+        metrics = step.metrics(reduced, policy.grpo, version.number, norm, batches.statistics(laid_out))
         policy.metrics = metrics
         self._speaks = quorum.rank == 0
         if self._speaks:

@@ -114,14 +114,15 @@ class ResidentPolicy:
         except step.Unreadable as error:
             raise RecoveryFailed(f"{manifest.name} cannot be redone: {error}") from error
         self.expect_tokens(manifest, reduced.trainable_tokens)
-        norm = self._worker.engine.apply(reduced.gradient)
+        made = self.version.next()
+        norm = self._worker.engine.apply(reduced.gradient, self.grpo.rate_of(made.number))
         self._worker.pay()
-        self.version, self.provisional = self.version.next(), True
+        self.version, self.provisional = made, True
         self._history.write(
             "trained", manifest=manifest.name, version=[self.version.lineage, self.version.number], worker=self._who,
             members=len(laid_out.members), replicas=1, redo=True, trainable_tokens=reduced.trainable_tokens,
         )  # fmt: skip
-        return step.metrics(reduced, self.grpo, norm, batches.statistics(laid_out))
+        return step.metrics(reduced, self.grpo, made.number, norm, batches.statistics(laid_out))
 
     @staticmethod
     def expect_tokens(manifest: wire.Manifest, found: int) -> None:

@@ -91,8 +91,8 @@ def reduce(
     return Reduced(gradient, total, round(total.tokens))
 
 
-def metrics(reduced: Reduced, grpo: Grpo, norm: float, statistics: batches.Statistics) -> dict[str, float]:
-    """Named scalars of a step: means over trained tokens, and the manifest's own numbers."""
+def metrics(reduced: Reduced, grpo: Grpo, made: int, norm: float, statistics: batches.Statistics) -> dict[str, float]:
+    """Named scalars of the step that made version `made`: means over trained tokens, and the manifest's own numbers."""
     tokens = max(1.0, reduced.sums.tokens)
     policy_loss, kl = reduced.sums.policy_loss / tokens, reduced.sums.kl / tokens
     values: Mapping[str, Any] = {
@@ -104,6 +104,7 @@ def metrics(reduced: Reduced, grpo: Grpo, norm: float, statistics: batches.Stati
         "ratio_mean": reduced.sums.ratio / tokens,
         "entropy": reduced.sums.entropy / tokens,
         "grad_norm": norm,
+        "learning_rate": grpo.rate_of(made),
         "tokens": reduced.trainable_tokens,
         "reward_mean": statistics.reward_mean,
         "reward_std": statistics.reward_std,

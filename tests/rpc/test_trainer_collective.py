@@ -86,7 +86,8 @@ def alone(folder, model, steps, engine=None):
     for number in range(1, steps + 1):
         laid = batches.batch(*make_step(store, number, UNEQUAL[(number - 1) % len(UNEQUAL)]), GRPO)
         worker = step.Worker(engine, store, Phases(), lambda: None, lambda: None)
-        engine.apply(step.reduce(worker, laid, laid.shard(0, 1), GRPO, SoloCollective()).gradient)
+        reduced = step.reduce(worker, laid, laid.shard(0, 1), GRPO, SoloCollective())
+        engine.apply(reduced.gradient, GRPO.rate_of(number))
     return engine.state()
 
 

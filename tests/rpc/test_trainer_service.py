@@ -33,7 +33,8 @@ from tests.support.trainer_steps import UNEQUAL, make_step
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 ROOT = Path(__file__).parents[2]
-SETTINGS = {"learning_rate": 0.01, "checkpoint_every": 2, "micro_batch_tokens": 150}
+SETTINGS = {"learning_rate": 0.01, "decay_steps": 9, "checkpoint_every": 2, "micro_batch_tokens": 150}
+"""The rate falls with every step: whoever redoes or joins must find the same one."""
 
 
 @pytest.fixture(scope="module")
@@ -134,10 +135,11 @@ def alone(world, steps, settings=SETTINGS):
     grpo = algorithm.from_settings(settings)
     engine = TorchEngine("float64")
     engine.load(world.model, grpo)
-    for manifest, members in world.steps[:steps]:
+    for number, (manifest, members) in enumerate(world.steps[:steps], start=1):
         laid = batches.batch(manifest, members, grpo)
         worker = step.Worker(engine, world.store, Phases(), lambda: None, lambda: None)
-        engine.apply(step.reduce(worker, laid, laid.shard(0, 1), grpo, SoloCollective()).gradient)
+        reduced = step.reduce(worker, laid, laid.shard(0, 1), grpo, SoloCollective())
+        engine.apply(reduced.gradient, grpo.rate_of(number))
     return engine.weights()
 
 

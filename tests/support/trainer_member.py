@@ -21,7 +21,9 @@ from services.trainer.metrics import Phases
 from services.trainer.version import Version
 from tests.support.trainer_steps import UNEQUAL, make_step
 
-GRPO = Grpo(learning_rate=1e-2, kl_coef=0.05, max_grad_norm=0.5, weight_decay=0.01, micro_batch_tokens=150)
+GRPO = Grpo(
+    learning_rate=1e-2, decay_steps=9, kl_coef=0.05, max_grad_norm=0.5, weight_decay=0.01, micro_batch_tokens=150
+)
 
 
 def wait_for(path):
@@ -79,8 +81,8 @@ def main() -> None:
             collective.finish(version, committed=False)
             continue
         assert reduced.trainable_tokens == manifest.divisors.trainable_tokens
-        engine.apply(reduced.gradient)
         version = version.next()
+        engine.apply(reduced.gradient, GRPO.rate_of(version.number))
         collective.finish(version, committed=True)
         taken += 1
         line = {"step": number, "rank": quorum.rank, "count": quorum.count, "healed": quorum.healed}

@@ -99,8 +99,8 @@ class Engine(Protocol):
         """
         ...
 
-    def apply(self, gradient: Array) -> float:
-        """Clips by global norm and takes one optimizer step; returns the norm before clipping."""
+    def apply(self, gradient: Array, rate: float) -> float:
+        """Clips by global norm and takes one optimizer step at this learning rate; returns the norm before clipping."""
         ...
 
     def weights(self) -> dict[str, Array]:

@@ -46,11 +46,11 @@ class FakeEngine:
     def gradient(self) -> Array:
         return self._gradient
 
-    def apply(self, gradient: Array) -> float:
+    def apply(self, gradient: Array, rate: float) -> float:
         assert self._weights is not None
         norm = float(np.linalg.norm(gradient.astype(np.float64)))
         self._momentum = 0.9 * self._momentum + gradient.astype(np.float64)
-        self._weights = self._weights + self._grpo.learning_rate * self._momentum
+        self._weights = self._weights + rate * self._momentum
         self._gradient[:] = 0
         return norm
 

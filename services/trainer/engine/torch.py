@@ -148,7 +148,7 @@ class TorchEngine:
         flat: Array = self._buffer().numpy()
         return flat
 
-    def apply(self, gradient: Array) -> float:
+    def apply(self, gradient: Array, rate: float) -> float:
         buffer = self._buffer()
         assert self._optimizer is not None
         reduced = torch.from_numpy(gradient)
@@ -158,6 +158,8 @@ class TorchEngine:
         limit = self._grpo.max_grad_norm
         if limit and norm > limit:
             buffer.mul_(limit / norm)
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
         self._optimizer.step()
         buffer.zero_()
         return norm
