@@ -12,7 +12,7 @@ setup: $(VENV)/.ready
 $(VENV)/.ready: pyproject.toml constraints.txt proto/build_hook.py $(PROTOS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Libra needs Python 3.11 or newer; found " + sys.version.split()[0])'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[postgres,rollout,trainer,report,dev]'
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[postgres,rollout,trainer,report,simulator,dev]'
 	@touch $@
 
 demo: setup
