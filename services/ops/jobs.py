@@ -25,6 +25,8 @@ GENERATED_TOKENS = 480
 """Of these, generated at most; the rest is prompt and tool output of the longest episodes."""
 MAX_TURNS = 32
 LEARNING_RATE = 3e-4
+WARMUP_STEPS = 3
+"""Adam's first step moves every weight by the whole rate, whatever the gradient says: unwarmed it costs some reward."""
 MIN_LR_RATIO = 0.1
 """Over its second half a run's learning rate falls to this share. Of a batch that is almost all right the advantages
 are those of a few samples; full steps on them spoilt what was learnt."""
@@ -67,19 +69,23 @@ def training(job: Job, blobs: BlobStore) -> wire.Run:
     tasks = workload.training_tasks(job.seed, job.steps * GROUPS, job.drift)
     run = _run(job, wire.RUN_KIND_TRAIN, GROUP_SIZE, str(job.model), tasks, blobs, f"{TRAIN}-{job.seed}")
     run.algorithm.name = "grpo"
-    run.algorithm.settings.update(
-        {
-            "learning_rate": LEARNING_RATE,
-            "decay_after": job.steps // 2,
-            "decay_steps": job.steps - job.steps // 2,
-            "min_lr_ratio": MIN_LR_RATIO,
-            "checkpoint_every": CHECKPOINT_EVERY,
-            "kl_coef": KL_COEFFICIENT,
-        }
-    )
+    run.algorithm.settings.update(settings(job.steps))
     run.staleness.max_versions = MAX_VERSIONS
     run.batch.CopyFrom(wire.BatchSize(groups=GROUPS))
     return run
+
+
+def settings(steps: int) -> dict[str, float]:
+    """The algorithm's settings for a run of so many steps."""
+    return {
+        "learning_rate": LEARNING_RATE,
+        "warmup_steps": WARMUP_STEPS,
+        "decay_after": steps // 2,
+        "decay_steps": steps - steps // 2,
+        "min_lr_ratio": MIN_LR_RATIO,
+        "checkpoint_every": CHECKPOINT_EVERY,
+        "kl_coef": KL_COEFFICIENT,
+    }
 
 
 def evaluation(job: Job, model: Path, blobs: BlobStore) -> wire.Run:
