@@ -170,9 +170,10 @@ def _find(name: str, *kinds: str) -> Path:
 
 def read(path: str | Path, kind: type[T]) -> T:
     """A YAML file into a dataclass; ConfigError names file, line, what was found and what was expected."""
-    fields = config.load(path, _strict(kind)).model_dump()
+    checked: Any = kind
+    fields = config.load(path, _strict(checked)).model_dump()
     try:
-        return typing.cast(T, _value(kind, fields))
+        return typing.cast(T, _value(checked, fields))
     except ValueError as error:
         raise ConfigError(f"{path}: {error}") from None
 
@@ -188,12 +189,14 @@ def _strict(kind: Any) -> type[Strict]:
 def _annotation(hint: Any) -> Any:
     """A type of a field, its dataclasses made strict and its numbers bounded."""
     if dataclasses.is_dataclass(hint):
-        return _strict(hint)
+        kind: Any = hint
+        return _strict(kind)
     if hint in (int, float):
         return Annotated[hint, pydantic.Field(ge=0, allow_inf_nan=False)]
     if typing.get_origin(hint) in (tuple, types.UnionType):
         parts = tuple(a if a in (Ellipsis, type(None)) else _annotation(a) for a in typing.get_args(hint))
-        return tuple[parts] if typing.get_origin(hint) is tuple else functools.reduce(operator.or_, parts)
+        made: Any = types.GenericAlias(tuple, parts)
+        return made if typing.get_origin(hint) is tuple else functools.reduce(operator.or_, parts)
     return hint
 
 
@@ -208,7 +211,7 @@ def _default(field: Any) -> Any:
 
 def _value(hint: Any, found: Any) -> Any:
     """What pydantic has checked, as dataclasses."""
-    if dataclasses.is_dataclass(hint):
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         hints = typing.get_type_hints(hint)
         return hint(**{name: _value(hints[name], value) for name, value in found.items()})
     if typing.get_origin(hint) is types.UnionType and found is not None:

@@ -127,7 +127,7 @@ class ModelledEngine(EngineTimes):
         if sequences <= 0:
             return 0.0
         row = self._decode.get(tp) or self._prepare_decode(tp)
-        touched = 1.0 - self._miss**sequences
+        touched: float = 1.0 - self._miss**sequences
         return row[0] + row[1] * sequences + row[2] * context_tokens + row[3] * touched
 
     def prefill_s(self, tp: int, new_tokens: float, cached_tokens: float) -> float:
@@ -135,7 +135,7 @@ class ModelledEngine(EngineTimes):
         if new_tokens <= 0:
             return 0.0
         row = self._prefill.get(tp) or self._prepare_prefill(tp)
-        touched = 1.0 - self._miss**new_tokens
+        touched: float = 1.0 - self._miss**new_tokens
         pairs = new_tokens * (cached_tokens + new_tokens / 2)
         return row[0] + row[1] * new_tokens + row[2] * pairs + row[3] * touched
 

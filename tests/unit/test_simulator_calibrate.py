@@ -14,7 +14,11 @@ from services.simulator.calibrate import COLUMNS, StepRow, fit_reports, fit_tabl
 from services.simulator.steptimes import ModelledEngine
 from tests.support.shared import calibration
 
-TABLES = {"a100-80gb": "aic_a100_sxm_vllm.csv", "h100-80gb": "aic_h100_sxm_vllm.csv", "h200-141gb": "aic_h200_sxm_vllm.csv"}
+TABLES = {
+    "a100-80gb": "aic_a100_sxm_vllm.csv",
+    "h100-80gb": "aic_h100_sxm_vllm.csv",
+    "h200-141gb": "aic_h200_sxm_vllm.csv",
+}
 MODELS = {name: profiles.model(name) for name in ("Qwen3-4B", "Qwen3-8B", "Qwen3-14B", "Qwen3-32B", "Qwen3-30B-A3B")}
 A100 = profiles.hardware_file("a100-80gb")
 FACTORS = st.floats(1.05, 3.0)
@@ -23,12 +27,12 @@ FACTORS = st.floats(1.05, 3.0)
 def grid(constants, accelerator=A100.accelerator):
     """A table as it would be if the constants were true."""
     rows = []
-    for model in MODELS:
+    for model, shape in MODELS.items():
         for tp in (1, 2, 4, 8):
             decode = [("decode", b, c) for b in (1, 4, 16, 64, 256) for c in (2_048, 16_384)]
             for phase, batch, context in [*decode, *(("prefill", 1, n) for n in (256, 1_024, 8_192, 32_768))]:
                 row = StepRow(model, tp, phase, batch, context, 1.0)
-                rows.append(dataclasses.replace(row, seconds=predicted_s(row, constants, accelerator, MODELS[model])))
+                rows.append(dataclasses.replace(row, seconds=predicted_s(row, constants, accelerator, shape)))
     return rows
 
 
@@ -82,7 +86,7 @@ def test_held_rows_have_no_part_in_the_fit():
 
 
 def test_a_table_that_is_too_small_is_refused():
-    with pytest.raises(ConfigError, match="0 rows for 9 constants.*too few"):
+    with pytest.raises(ConfigError, match=r"0 rows for 9 constants.*too few"):
         fit_table([r for r in grid(A100.constants) if r.phase == "decode"], A100.accelerator, MODELS)
 
 
@@ -190,9 +194,13 @@ def test_models_that_the_package_does_not_know_are_named(tmp_path):
 def reports(folder, engine, tps=(2,), noise=0.0):
     path = folder / "reports.jsonl"
     lines = []
-    for index, (tp, count, each) in enumerate((t, n, c) for t in tps for n in (1, 4, 16, 64) for c in (500, 4_000, 16_000)):
+    for index, (tp, count, each) in enumerate(
+        (t, n, c) for t in tps for n in (1, 4, 16, 64) for c in (500, 4_000, 16_000)
+    ):
         seconds = engine.decode_s(tp, count, count * each) * (1 + noise * (-1) ** index)
-        lines.append(json.dumps({"tp": tp, "sequences": count, "context_tokens": count * each, "seconds_per_step": seconds}))
+        lines.append(
+            json.dumps({"tp": tp, "sequences": count, "context_tokens": count * each, "seconds_per_step": seconds})
+        )
     path.write_text("\n".join(lines) + "\n")
     return path
 

@@ -100,7 +100,9 @@ def test_one_token_touches_its_own_experts_and_a_large_batch_nearly_all():
 def test_reading_experts_is_what_makes_a_larger_batch_of_a_mixture_slower():
     moe = engine(model="qwen3-30b-a3b")
     read = moe.model.expert_parameters * 2 / moe.hardware.accelerator.hbm_bytes_s
-    assert moe.decode_s(1, 16, 0) - moe.decode_s(1, 1, 0) > read * (moe.model.touched_share(16) - moe.model.touched_share(1))
+    assert moe.decode_s(1, 16, 0) - moe.decode_s(1, 1, 0) > read * (
+        moe.model.touched_share(16) - moe.model.touched_share(1)
+    )
 
 
 def test_nothing_to_do_takes_no_time():

@@ -39,7 +39,9 @@ def test_every_kind_of_machine_says_what_its_constants_were_fitted_to(name):
 
 def test_the_wanted_machines_models_and_profiles_are_shipped():
     assert {"a100-modelled", "a800-paper"} <= set(profiles.names())
-    assert {"a100-80gb", "a800-80gb", "h100-80gb", "h800-80gb", "h200-141gb", "cpu-slot"} <= set(profiles.names("hardware"))
+    assert {"a100-80gb", "a800-80gb", "h100-80gb", "h800-80gb", "h200-141gb", "cpu-slot"} <= set(
+        profiles.names("hardware")
+    )
     models = {"qwen3-4b", "qwen3-8b", "qwen3-14b", "qwen3-32b", "qwen3-30b-a3b"}
     assert models <= set(profiles.names("models"))
 
@@ -61,9 +63,9 @@ def test_models_are_found_by_the_name_that_their_maker_writes():
 
 
 def test_an_unknown_name_is_answered_with_the_known_ones():
-    with pytest.raises(ConfigError, match="no profile 'b200'; expected one of .*a800-paper.*h200-141gb"):
+    with pytest.raises(ConfigError, match=r"no profile 'b200'; expected one of .*a800-paper.*h200-141gb"):
         profiles.profile("b200")
-    with pytest.raises(ConfigError, match="expected one of .*qwen3-14b"):
+    with pytest.raises(ConfigError, match=r"expected one of .*qwen3-14b"):
         profiles.model("qwen4")
 
 
