@@ -248,6 +248,14 @@ def test_more_replicas_are_faster_but_not_in_proportion():
     assert two / 2 < four < two
 
 
+def test_replicas_on_several_nodes_reduce_their_gradients_over_the_network():
+    one, two, four = (training().step_s(n, 8, [1_000] * n) for n in (1, 2, 4))
+    sent = 4 * profiles.model("qwen3-14b").parameters / 8  # bytes of each device's share
+    rate = 25e9 * training().hardware.operations.training.link_efficiency
+    assert two - one == pytest.approx(sent / rate)  # 2 (r - 1) / r of it, as a ring
+    assert four - one == pytest.approx(1.5 * sent / rate)
+
+
 def test_pipeline_stages_idle_less_with_more_micro_batches():
     staged, flat = training(pipeline_stages=4), training()
     few, many = [40_960] * 4, [40_960] * 64
