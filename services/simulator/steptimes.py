@@ -141,10 +141,9 @@ class ModelledEngine(EngineTimes):
 
     def kv_tokens(self, tp: int) -> int:
         """See EngineTimes. ConfigError if the weights leave no room; `fits` asks without raising."""
-        spare = self._spare_bytes(tp)
-        if spare <= 0:
+        if not self.fits(tp):
             raise ConfigError(self._too_large(tp))
-        return int(spare / self.model.kv_bytes_per_token(tp))
+        return int(self._spare_bytes(tp) / self.model.kv_bytes_per_token(tp))
 
     def fits(self, tp: int, tokens: int = 1) -> bool:
         """True if the weights and the KV cache of so many tokens fit."""

@@ -54,23 +54,24 @@ def ratio(hardware: Hardware, model: ModelShape, lengths: Lengths) -> float:
     return tokens_per_s(hardware, model, LARGEST_TP, lengths) / tokens_per_s(hardware, model, 1, lengths)
 
 
-def fit_extra(hardware: Hardware, model: ModelShape, short: float, long: float) -> Extra:
+def fit_extra(hardware: Hardware, model: ModelShape, short: float, long: float, tp_step_s: float = 0.0) -> Extra:
     """The all-reduce rate and the share of memory at which both ratios come out as given.
 
     Slower all-reduces cost TP8 in proportion to its sequences, which is what short sequences show; less memory starves
-    TP1 first, since its weights take more of each device. A fixed time per step cannot do both: it costs TP8 most where
-    it has few sequences, which is the long end.
+    TP1 first, since its weights take more of each device. A fixed time per step alone cannot do both: it costs TP8 most
+    where it has few sequences, which is the long end. A small one, `tp_step_s`, can be part of it. ValueError if no
+    rate and share give both.
     """
 
     def at(fraction: float) -> Hardware:
         def with_rate(log_rate: float) -> Hardware:
-            return replace(hardware, extra=Extra(collective_bytes_s=math.exp(log_rate), memory_fraction=fraction))
+            return replace(hardware, extra=Extra(math.exp(log_rate), tp_step_s, fraction))
 
         found = _bisect(lambda x: ratio(with_rate(x), model, SHORT) - short, math.log(1e8), math.log(1e13))
         return with_rate(found)
 
-    taken = model.weight_bytes + hardware.operations.memory.reserved_bytes
-    least = 1.1 * taken / hardware.accelerator.hbm_bytes
+    spare = ModelledEngine(hardware, model).kv_tokens(1) - LONG.mean  # what TP1 can lose and still run one sequence
+    least = (hardware.engine_bytes - spare * model.kv_bytes_per_token()) / hardware.accelerator.hbm_bytes
     fraction = _bisect(lambda f: long - ratio(at(f), model, LONG), least, hardware.operations.memory.fraction)
     return at(fraction).extra
 

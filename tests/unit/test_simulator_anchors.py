@@ -106,6 +106,18 @@ def test_a_longest_trajectory_fits_one_device_on_both_profiles():
         assert engine.fits(1, anchors.LONGEST)
 
 
+def test_two_ratios_do_not_say_what_a_lone_sequence_gains():
+    model, speed = profiles.model("qwen3-14b"), []
+    for step_s in (0.0, 0.005):
+        hardware = a800(fit_extra(a800(), model, 0.319, 2.837, step_s))
+        assert ratio(hardware, model, SHORT) == pytest.approx(0.319, rel=1e-3)
+        assert ratio(hardware, model, LONG) == pytest.approx(2.837, rel=1e-3)
+        engine = anchors.ModelledEngine(hardware, model)
+        assert engine.fits(1, anchors.LONGEST)
+        speed.append(engine.decode_s(1, 1, 10_000) / engine.decode_s(8, 1, 10_000))
+    assert speed[0] > 1.9 * speed[1]
+
+
 def test_ratios_that_no_extra_gives_are_refused():
     with pytest.raises(ValueError, match="no solution"):
         fit_extra(a800(), profiles.model("qwen3-14b"), 5.0, 2.8)
