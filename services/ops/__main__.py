@@ -9,7 +9,7 @@ from services.common import log
 from services.common.errors import ConfigError, LibraError
 from services.ops import render
 from services.ops.cluster import ClusterFailed
-from services.ops.commands import changes, processes, reads, runs
+from services.ops.commands import changes, processes, reads, runs, simulation
 
 INTERRUPTED = 130
 CONFIG = 2
@@ -35,6 +35,8 @@ app.command()(processes.check)
 app.command()(changes.plan)
 app.command()(changes.reassign)
 app.command()(changes.preempt)
+app.command()(simulation.simulate)
+app.command()(simulation.calibrate)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
