@@ -188,14 +188,15 @@ class FleetSession:
         False if that was not so within patience_s, or the session was over already: then it is still to be stopped.
         """
         deadline = time.monotonic() + patience_s
+        refused = "the session was over already"
         while self.alive and time.monotonic() < deadline:
             request = wire.EndSessionRequest(request_id=str(uuid.uuid4()), caller=self.caller())
             # whether the session that is about to end is to be followed by another depends on the answer
             async with self._ending:
                 try:
                     await self._stub.EndSession(request, timeout=2.0)
-                except grpc.aio.AioRpcError:
-                    pass
+                except grpc.aio.AioRpcError as error:
+                    refused = str(from_rpc_error(error))
                 else:
                     self._stopping.set()
                     self._wake.set()
@@ -203,6 +204,7 @@ class FleetSession:
                 await self._channel.close()
                 return True
             await asyncio.sleep(LEAVE_RETRY_SECONDS)
+        _log.warning("the session cannot be ended in order", patience_s=patience_s, last=refused)
         return False
 
     async def stop(self, *, abandon: bool = False) -> None:

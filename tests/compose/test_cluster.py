@@ -81,11 +81,12 @@ def fetch(address: str) -> dict:
         return json.load(answer)
 
 
-def until(what: str, condition, seconds: float, project: Project):
-    """Waits; fails with the containers' words."""
+def until(what: str, condition, seconds: float, project: Project, why=lambda: ""):
+    """Waits; fails with what `why` finds and the containers' words."""
     deadline = time.monotonic() + seconds
     while not (found := condition()):
-        assert time.monotonic() < deadline, f"{what}: not within {seconds:.0f} s\n{project.logs()}"
+        if time.monotonic() > deadline:
+            pytest.fail(f"{what}: not within {seconds:.0f} s\n{why()}\n{project.logs()}")
         time.sleep(1.0)
     return found
 
@@ -95,11 +96,14 @@ def all_healthy(project: Project) -> bool:
     return bool(found) and all(c.state == "running" and c.health in ("healthy", "") for c in found)
 
 
-def demo_summary(project: Project) -> dict:
-    said = project.compose("run", "--rm", "-T", "--entrypoint", "cat", "libra", "runs/demo/summary.json")
-    # compose says on the same screen what it creates
+def document(said: str) -> dict:
+    """The JSON object in it; compose says on the same screen what it creates."""
     found: dict = json.loads(said[said.index("{") : said.rindex("}") + 1])
     return found
+
+
+def demo_summary(project: Project) -> dict:
+    return document(project.compose("run", "--rm", "-T", "--entrypoint", "cat", "libra", "runs/demo/summary.json"))
 
 
 # ---- the story
@@ -254,10 +258,19 @@ def test_scaled_down_workers_moved_their_work_and_left(project):
     names = {c.id[:12] for c in project.containers() if c.service in ("rollout", "trainer", "hybrid")}
 
     def held() -> set[str]:
-        status = project.compose("run", "--rm", "-T", "libra", "status", "--json")
-        return set(re.findall(r"nodes/[a-z]+-([0-9a-f]{12})/accelerators/0", status))
+        status = document(project.compose("run", "--rm", "-T", "libra", "status", "--json"))
+        return set(re.findall(r"nodes/[a-z]+-([0-9a-f]{12})/accelerators/0", str(status["accelerators"])))
 
-    until("only the accelerators of the containers that are left", lambda: held() == names, 60, project)
+    def why() -> str:
+        said = [
+            f"left: {sorted(names)}, held: {sorted(held())}",
+            project.compose("run", "--rm", "-T", "libra", "status"),
+        ]
+        kinds = ("nodes", "replicas", "reassignments", "workers")
+        said += [project.compose("run", "--rm", "-T", "libra", "events", "--prefix", f"{kind}/") for kind in kinds]
+        return "\n".join(text[-6_000:] for text in said)
+
+    until("only the accelerators of the containers that are left", lambda: held() == names, 60, project, why)
     say(f"the accelerators of the cluster are those of its {len(names)} containers; three have left")
 
 
