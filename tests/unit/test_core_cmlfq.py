@@ -386,3 +386,25 @@ def test_a_balanced_tail_stays_where_it_is():
     engines = [engine(f"e{i}", seconds_per_token=0.01 + 0.002 * i) for i in range(4)]
     leases = [running(f"t{i}", engine=f"e{i % 4}", quantum_used=0, estimate_p50=500.0) for i in range(8)]
     assert look(engines, [], leases) == []
+
+
+# ---- between runs
+
+
+def test_a_run_whose_work_waits_does_not_end_anothers_drain_phase():
+    leases = [running(f"t{i}", engine="e0", quantum_used=0, estimate_p50=500.0) for i in range(4)]
+    engines = [engine("e0"), engine("e1", seconds_per_token=0.01), engine("full", run="s", running=4)]
+    moves = preempted(look(engines, [queued(run="s")], leases))
+    assert {(m.target_engine, m.reason.code) for m in moves} == {("e1", "REHOME")}
+
+
+def test_each_run_has_one_stopped_for_its_starving_work_and_kv_pressure_does_not_put_that_off():
+    engines = [engine("e0"), engine("e1", run="s")]
+    engines += [engine(f"hot{i}", run="h", kv_capacity_tokens=100, kv_used_tokens=100) for i in range(4)]
+    leases = [running(f"r{i}", engine="e0", quantum_used=60 + i, estimate_p50=0.0) for i in range(4)]
+    leases += [running(f"s{i}", run="s", engine="e1", quantum_used=60 + i, estimate_p50=0.0) for i in range(4)]
+    leases += [running(f"h{i}", run="h", engine=f"hot{i // 2}", quantum_used=0, tokens=1) for i in range(8)]
+    waiting = [queued("a", waiting_since=10.0), queued("b", run="s", waiting_since=20.0)]
+    stopped = preempted(look(engines, waiting, leases))
+    assert [(p.trajectory, p.reason.code) for p in stopped[:2]] == [("r3", "STARVING"), ("s3", "STARVING")]
+    assert [p.reason.code for p in stopped[2:]] == ["KV_PRESSURE"] * 2

@@ -17,15 +17,25 @@ all are full; and if the KV cache lacks room for it, one engine takes in nothing
 trajectory's own level is preferred; otherwise work never waits while an engine of another level has room, but part of a
 higher level's slots stay reserved for its own.
 
-Everything follows from the view; its order does not matter.
+An engine serves one run, so runs are decided apart: one run's queue neither ends another's drain phase nor hides those
+of another that starve. They share `max_moves` alone: first those that make room for starving work (never more than one
+pending in a run), then KV pressure, then moves, the most gain first (of the `LOOK_AT` times `max_moves` that have most
+left in each run and gain).
+
+Everything follows from the view; its order does not matter. `decide` is the readable form, from scratch; `livequeue.py`
+holds the same content between decisions and does only what a change asks for.
 """
 
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from services.scheduler.core.reason import Reason
+from services.scheduler.core import verdicts
+from services.scheduler.core.verdicts import Assign, Preempt
+
+LOOK_AT = 4
+"""Of so many moves for each that may be made, those that gain most are made: not all of thousands are compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,26 +131,20 @@ class QueueView:
     engines: Sequence[EngineView]
 
 
-@dataclass(frozen=True, slots=True)
-class Assign:
-    """Lease the trajectory to an engine."""
-
-    trajectory: str
-    engine: str
-    level: int
-    reason: Reason
+def past_quantum(level: int, used: int, settings: QueueSettings) -> bool:
+    """True if `used` tokens in one lease are all that a level gives."""
+    return level < len(settings.quantum_tokens) and used >= settings.quantum_tokens[level]
 
 
-@dataclass(frozen=True, slots=True)
-class Preempt:
-    """Stop it, keep its tokens; it queues again in `level`, with `target_engine` in mind ('' = any)."""
+def reserved(engine_level: int, cap: int, level: int, aged: bool, settings: QueueSettings) -> int:
+    """Slots of an engine that work queued in `level` must leave free."""
+    spilled = engine_level > level and not aged
+    return math.ceil(cap * settings.reserve_share) if spilled and cap > 1 else 0
 
-    trajectory: str
-    engine: str
-    target_engine: str
-    level: int
-    at_turn_end: bool
-    reason: Reason
+
+def hashed(name: str) -> int:
+    """Chooses among equals by the item's name: always the first would pile new sessions onto it."""
+    return zlib.crc32(name.encode())
 
 
 @dataclass(slots=True)
@@ -177,13 +181,14 @@ def decide(view: QueueView, settings: QueueSettings) -> list[Assign | Preempt]:
     """Leases for what waits and preemptions of what runs; at most one of either for each trajectory."""
     engines = {e.name: e for e in sorted(view.engines, key=lambda e: e.name)}
     room = _Room(engines)
-    for item in sorted(view.running, key=lambda t: t.name):  # sums of floats follow their order
+    running = sorted(view.running, key=lambda t: t.name)  # sums of floats follow their order
+    for item in running:
         room.leased[item.engine] = room.leased.get(item.engine, 0) + item.tokens
         if item.preempt_pending and item.target in engines:
             room.take(engines[item.target], item.tokens, item.estimate_p50)
     assigns, unplaced = _assign(view, settings, engines, room)
-    preempts = _pressure(view, settings, engines)
-    preempts += _for_starving(view, settings, engines, unplaced, {p.trajectory for p in preempts})
+    preempts = _for_starving(view, settings, engines, unplaced)
+    preempts += _pressure(running, settings, engines, {p.trajectory for p in preempts})
     preempts += _moves(view, settings, engines, room, unplaced, {p.trajectory for p in preempts})
     return [*assigns, *preempts[: settings.max_moves]]
 
@@ -211,14 +216,7 @@ def _assign(
                 room.held.add(keep.name)
             continue
         room.take(engine, item.tokens, item.estimate_p50)
-        waited = view.now - item.waiting_since
-        code = "AGED" if aged(item) else "PREFERRED" if engine.name == item.last_engine else "LEAST_LOADED"
-        text = f"waited {waited:.1f} s in level {level}; {engine.name} (level {engine.level}) has room"
-        if level < item.level:
-            text += f"; up from level {item.level}: at most {item.estimate_p90:.0f} tokens remain (p90)"
-        numbers = {"waited_s": waited, "running": float(room.load(engine)), "remaining_p50": item.estimate_p50}
-        # spilled work keeps its level: it was not demoted, there was only room elsewhere
-        assigns.append(Assign(item.name, engine.name, level, Reason(code, text, numbers)))
+        assigns.append(verdicts.lease(item, engine, level, room.load(engine), view.now, aged(item)))
     return assigns, unplaced
 
 
@@ -227,8 +225,9 @@ def _level(item: QueuedTrajectory, settings: QueueSettings, engines: Mapping[str
     the engine of its level that it was on, or was moved to, has room: that would undo the move.
     """
     last = engines.get(item.last_engine)
-    if last is not None and last.level == item.level and last.admitting and not _crowded(last, room):
-        return item.level
+    if last is not None and last.run == item.run and last.level == item.level:
+        if last.admitting and not _crowded(last, room):
+            return item.level
     below = item.level - 1
     if 0 <= below < len(settings.quantum_tokens) and item.estimate_p90 <= 0.5 * settings.quantum_tokens[below]:
         return below
@@ -244,10 +243,7 @@ def _engine_for(
     room: _Room,
 ) -> EngineView | None:
     def reserve(engine: EngineView) -> int:
-        spilled = engine.level > level and not aged
-        return (
-            math.ceil(engine.concurrency_cap * settings.reserve_share) if spilled and engine.concurrency_cap > 1 else 0
-        )
+        return reserved(engine.level, engine.concurrency_cap, level, aged, settings)
 
     able = [
         e
@@ -275,8 +271,7 @@ def _crowded(engine: EngineView, room: _Room) -> bool:
 
 
 def _one_of(item: QueuedTrajectory, equals: Sequence[EngineView]) -> EngineView:
-    """One of them by the item's name: always the first would pile new sessions onto it."""
-    return equals[zlib.crc32(item.name.encode()) % len(equals)]
+    return equals[hashed(item.name) % len(equals)]
 
 
 def _kept_for(item: QueuedTrajectory, engines: Mapping[str, EngineView]) -> EngineView | None:
@@ -295,22 +290,25 @@ def _kept_for(item: QueuedTrajectory, engines: Mapping[str, EngineView]) -> Engi
     return _one_of(item, able) if able else None
 
 
-def _pressure(view: QueueView, settings: QueueSettings, engines: Mapping[str, EngineView]) -> list[Preempt]:
+def _pressure(
+    running: Iterable[RunningTrajectory], settings: QueueSettings, engines: Mapping[str, EngineView], stopped: set[str]
+) -> list[Preempt]:
     """Stops the youngest on engines whose KV cache is nearly full, one an engine and decision."""
+    on: dict[str, list[RunningTrajectory]] = {}
+    for item in running:
+        on.setdefault(item.engine, []).append(item)
     found = []
     for engine in engines.values():
         if not engine.kv_capacity_tokens:
             continue
         # what was stopped already makes room soon
-        going = sum(t.tokens for t in view.running if t.engine == engine.name and t.preempt_pending)
+        mine = [t for t in on.get(engine.name, ()) if not t.preempt_pending and t.name not in stopped]
+        going = sum(t.tokens for t in on.get(engine.name, ())) - sum(t.tokens for t in mine)
         share = (engine.kv_used_tokens - going) / engine.kv_capacity_tokens
-        mine = [t for t in view.running if t.engine == engine.name and not t.preempt_pending]
         if share <= settings.kv_pressure or len(mine) < 2:
             continue
         victim = max(mine, key=lambda t: (t.admission_number, -t.generated, t.name))
-        text = f"{engine.name} uses {share:.0%} of its KV cache; the youngest of {len(mine)} makes room"
-        reason = Reason("KV_PRESSURE", text, {"kv_share": share, "generated": float(victim.generated)})
-        found.append(Preempt(victim.name, engine.name, "", victim.level, False, reason))
+        found.append(verdicts.relieve(victim, share, len(mine)))
     return found
 
 
@@ -322,16 +320,20 @@ def _moves(
     unplaced: Sequence[QueuedTrajectory],
     stopped: set[str],
 ) -> list[Preempt]:
-    """Demotions past the quantum, and re-homing of the tail when nothing is queued."""
-    draining = not unplaced
+    """Demotions past the quantum, and re-homing of the tail of a run of which nothing is queued."""
+    waiting = {t.run for t in unplaced}
     found: list[tuple[float, RunningTrajectory, Preempt]] = []
+    counts: dict[str, int] = {}
     for item in sorted(view.running, key=lambda t: (-t.estimate_p50, t.name)):
         source = engines.get(item.engine)
         if source is None or item.preempt_pending or item.name in stopped:
             continue
+        if counts.get(item.run, 0) >= LOOK_AT * settings.max_moves:
+            continue
         if view.now - item.since < settings.min_lease_s or source.seconds_per_token is None:
             continue
-        spent = _past_quantum(item, settings)
+        spent = past_quantum(item.level, item.quantum_used, settings)
+        draining = item.run not in waiting
         if not spent and not draining:
             continue
         least = settings.min_remaining if spent else 2 * settings.min_remaining
@@ -341,29 +343,11 @@ def _moves(
         if best is None:
             continue
         gain, cost, target = best
-        # re-homed, it queues in its target's level: in another one it would be drawn back to an engine of that
-        level = max(item.level, target.level) if spent else target.level
-        why = f"used {item.quantum_used} tokens of level {item.level}" if spent else "nothing is queued"
-        text = (
-            f"{why}; {item.estimate_p50:.0f} tokens remain, {target.name} saves {gain:.2f} s for {cost:.2f} s of moving"
-        )
-        numbers = {
-            "gain_s": gain,
-            "cost_s": cost,
-            "remaining_p50": item.estimate_p50,
-            "kept_tokens": float(item.generated),
-        }
-        reason = Reason("QUANTUM" if spent else "REHOME", text, numbers)
         room.take(target, item.tokens, item.estimate_p50)
-        found.append(
-            (gain - cost, item, Preempt(item.name, item.engine, target.name, level, not item.in_tool_wait, reason))
-        )
+        counts[item.run] = counts.get(item.run, 0) + 1
+        found.append((gain - cost, item, verdicts.move(item, target, spent, gain, cost)))
     found.sort(key=lambda f: (-f[0], f[1].name))
     return [preempt for _, _, preempt in found]
-
-
-def _past_quantum(item: RunningTrajectory, settings: QueueSettings) -> bool:
-    return item.level < len(settings.quantum_tokens) and item.quantum_used >= settings.quantum_tokens[item.level]
 
 
 def _target(
@@ -400,35 +384,29 @@ def _half_as_full(target: EngineView, source: EngineView, room: _Room) -> bool:
 
 
 def _for_starving(
-    view: QueueView,
-    settings: QueueSettings,
-    engines: Mapping[str, EngineView],
-    unplaced: Sequence[QueuedTrajectory],
-    stopped: set[str],
+    view: QueueView, settings: QueueSettings, engines: Mapping[str, EngineView], unplaced: Sequence[QueuedTrajectory]
 ) -> list[Preempt]:
-    """Stops one that is past its quantum where the longest waiting one could run, if that one waited too long."""
-    starving = [t for t in unplaced if view.now - t.waiting_since > settings.max_wait_s]
-    if not starving:
-        return []
-    item = starving[0]
-    if any(t.preempt_pending and t.run == item.run for t in view.running):
-        return []  # a place comes free already
-    victims = [
-        t
-        for t in view.running
-        if t.run == item.run
-        and not t.preempt_pending
-        and t.name not in stopped
-        and t.engine in engines
-        and engines[t.engine].admitting
-        and t.engine not in item.avoid
-        and view.now - t.since > settings.max_wait_s
-        and _past_quantum(t, settings)
-    ]
-    if not victims:
-        return []
-    victim = max(victims, key=lambda t: (t.quantum_used, t.name))
-    waited = view.now - item.waiting_since
-    text = f"{item.name} waited {waited:.1f} s; this one has used {victim.quantum_used} tokens of its level"
-    reason = Reason("STARVING", text, {"waited_s": waited, "quantum_used": float(victim.quantum_used)})
-    return [Preempt(victim.name, victim.engine, "", victim.level, not victim.in_tool_wait, reason)]
+    """For each run: stops one that is past its quantum where the longest waiting one could run, if that waited too long
+    and no place comes free already.
+    """
+    first: dict[str, QueuedTrajectory] = {}
+    for item in unplaced:
+        if view.now - item.waiting_since > settings.max_wait_s:
+            first.setdefault(item.run, item)
+    coming = {t.run for t in view.running if t.preempt_pending}
+    found = []
+    for run, item in first.items():
+        victims = [
+            t
+            for t in view.running
+            if run not in coming
+            and t.run == run
+            and t.engine in engines
+            and engines[t.engine].admitting
+            and t.engine not in item.avoid
+            and view.now - t.since > settings.max_wait_s
+            and past_quantum(t.level, t.quantum_used, settings)
+        ]
+        if victims:
+            found.append(verdicts.make_way(max(victims, key=lambda t: (t.quantum_used, t.name)), item, view.now))
+    return found
