@@ -177,7 +177,7 @@ def test_memory_is_bounded(monkeypatch):
     assert len(work._live) <= 8
     for state in work._runs.values():
         assert len(state.nodes) <= 8
-        assert len(state.kept) + len(state.recent) <= 8 + 2
+        assert len(state.kept) <= 8 + 2
     assert all(len(s) <= 8 for s in work._siblings.values())
     assert all(len(t.points) <= 8 for t in work._live.values())
 

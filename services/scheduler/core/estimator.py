@@ -16,23 +16,28 @@ Whether a layer helps is measured, not assumed: at each end, one of the trajecto
 without the layer (before the end is learnt) and the gain in log likelihood is averaged. A layer whose average is not
 above 0 is passed over. So outcomes without signal cannot make the estimate worse for long.
 
-Estimates are asked for far more often than evidence arrives, so they are kept for REFRESH_ENDS ends of the run.
+Estimates are asked for far more often than evidence arrives, so they are kept for REFRESH_ENDS ends of the run. One
+that is not kept is made from cumulative counts of its layers: a quantile is found by halving, over seven bins of each.
 """
 
 import math
+from array import array
+from bisect import bisect_left, bisect_right
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import accumulate
 from typing import Literal, TypeVar
 
 import numpy as np
 
 from services.scheduler.core import histogram
-from services.scheduler.core.histogram import BINS, Floats, bin_of
+from services.scheduler.core.histogram import BINS, bin_of
 
 Source = Literal["tool_tree", "siblings", "progress", "run", "prior"]
 ToolReturn = tuple[str, str, str]
+"""Tool, payload class, outcome."""
 
 MAX_RUNS = 64
 MAX_GROUPS = 8_192
@@ -43,6 +48,8 @@ MAX_NODES = 4_096
 MAX_TURNS_KEPT = 64
 """Turns of one trajectory from which its end is learnt."""
 MAX_SIBLINGS = 64
+SYMBOL_BITS = 12
+"""Different tool returns that are told apart: 2 to this power; those beyond count as one."""
 RECENT_TOTALS = 512
 """Ends that make up a run's recent distribution."""
 CONTEXT = 3
@@ -69,6 +76,10 @@ PRIOR_TOKENS = 256.0
 PRIOR_OCTAVES = 2.0
 """Standard deviation of the prior's log2."""
 SMOOTHING = 1e-6
+SETTLED = 1.0 / 16.0
+"""Share by which evidence must have grown before its cumulative counts are made anew."""
+REBASE = 64.0
+"""Half-lives after which weights begin at 1 again, so that they stay finite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +98,8 @@ class _Point:
 
     generated: int
     turns: int
-    returns: tuple[ToolReturn, ...]
+    returns: tuple[int, ...]
+    """The last ones, by their numbers."""
     siblings: int
     """Siblings finished by then."""
 
@@ -101,16 +113,29 @@ class _Live:
 
 @dataclass(slots=True)
 class _Node:
-    counts: Floats = field(default_factory=lambda: np.zeros(BINS))
-    mass: float = 0.0
-    tick: int = 0
+    """Counts by bin of one cell. Instead of decaying what is there, newer samples weigh more: 2 to the power of the
+    half-lives since `base`, which is its run's.
+    """
 
-    def decayed(self, tick: int) -> None:
-        if tick != self.tick:
-            factor = 0.5 ** ((tick - self.tick) / HALF_LIFE_ENDS)
-            self.counts *= factor
-            self.mass *= factor
-            self.tick = tick
+    base: int
+    counts: "array[float]" = field(default_factory=lambda: array("d", bytes(8 * BINS)))
+    total: float = 0.0
+    sums: "array[float]" = field(default_factory=lambda: array("d"))
+
+    def rebase(self, tick: int) -> None:
+        """Counts from a later moment on."""
+        factor = math.exp2((self.base - tick) / HALF_LIFE_ENDS)
+        self.counts = array("d", [c * factor for c in self.counts])
+        self.total, self.sums, self.base = self.total * factor, array("d"), tick
+
+    def mass(self, tick: int) -> float:
+        """Samples, each decayed by its age."""
+        return self.total * math.exp2((self.base - tick) / HALF_LIFE_ENDS)
+
+    def cumulative(self) -> "array[float]":
+        if not self.sums or self.total > self.sums[-1] * (1.0 + SETTLED):
+            self.sums = array("d", accumulate(self.counts))
+        return self.sums
 
 
 @dataclass(slots=True)
@@ -133,33 +158,112 @@ class _Worth:
 @dataclass(slots=True)
 class _Run:
     totals: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_TOTALS))
-    nodes: OrderedDict[tuple[object, ...], _Node] = field(default_factory=OrderedDict)
+    nodes: OrderedDict[int, _Node] = field(default_factory=OrderedDict)
     worth: dict[Source, _Worth] = field(default_factory=dict)
     ends: int = 0
+    base: int = 0
+    """End from which samples are weighed."""
     kept: dict[tuple[object, ...], Estimate] = field(default_factory=dict)
-    recent: dict[float, "_Layer | None"] = field(default_factory=dict)
-    """Layer `run` by tokens so far."""
+    recent: "_Recent | None" = None
+    """Layer `run`, as of some ends ago."""
     kept_at: int = 0
 
     def refresh(self) -> None:
         """Forgets kept answers when enough was learnt since."""
-        if self.ends - self.kept_at >= REFRESH_ENDS or len(self.kept) + len(self.recent) > MAX_KEPT:
+        if self.ends - self.kept_at >= REFRESH_ENDS or len(self.kept) > MAX_KEPT:
             self.kept.clear()
-            self.recent.clear()
             self.kept_at = self.ends
 
+    def recent_totals(self) -> "_Recent":
+        """The recent totals in order, not older than REFRESH_ENDS ends, and fewer while there are few."""
+        if self.recent is None or self.ends - self.recent.ends > SETTLED * len(self.totals):
+            self.recent = _Recent(self.totals, self.ends)
+        return self.recent
 
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    source: Source
-    counts: Floats
-    mass: float
-    shrinkage: float
 
+class _Counts:
+    """A layer of counts by bin; `sums` (cumulated) is made when asked for, unless it is given."""
+
+    __slots__ = ("_counts", "_sums", "_total", "mass", "shrinkage", "source")
+
+    def __init__(
+        self,
+        source: Source,
+        counts: Sequence[float],
+        total: float,
+        mass: float,
+        shrinkage: float,
+        sums: Callable[[], Sequence[float]] | None = None,
+    ) -> None:
+        self.source, self.mass, self.shrinkage = source, mass, shrinkage
+        self._counts, self._total = counts, total
+        self._sums = sums
+
+    def sums(self) -> Sequence[float]:
+        """Counts in bins up to each."""
+        return self._sums() if self._sums is not None else list(accumulate(self._counts))
+
+    def near(self, at: int) -> float:
+        """Probability near a bin: neighbours count half, so that a miss by a tenth is not a miss; beyond either end
+        lies the same again.
+        """
+        counts = self._counts
+        own = counts[at]
+        lower, upper = counts[at - 1] if at else own, counts[at + 1] if at < BINS - 1 else own
+        return (0.5 * own + 0.25 * (lower + upper)) / self._total
+
+
+class _Recent:
+    """Totals of a run's recent episodes in order, with the sums of their weights (the newest weighs 1)."""
+
+    __slots__ = ("ends", "sums", "totals")
+
+    def __init__(self, totals: Sequence[float], ends: int) -> None:
+        rows = np.array(totals, dtype=np.float64)
+        order = np.argsort(rows, kind="stable")
+        self.totals: list[float] = rows[order].tolist()
+        self.sums: list[float] = [0.0, *np.cumsum(_AGES[RECENT_TOTALS - len(rows) :][order]).tolist()]
+        self.ends = ends
+
+    def beyond(self, now: float) -> "_Beyond | None":
+        """What remained for those that were longer than `now`; None if too few were."""
+        first = bisect_right(self.totals, now)
+        mass = self.sums[-1] - self.sums[first]
+        return None if mass < FLOOR else _Beyond(self, now, self.sums[first], mass)
+
+
+class _Beyond:
+    """Layer `run` for one that has generated `now` tokens."""
+
+    __slots__ = ("_before", "_now", "_recent", "mass", "shrinkage", "source")
+
+    def __init__(self, recent: _Recent, now: float, before: float, mass: float) -> None:
+        self.source: Source = "run"
+        self.shrinkage = SHRINKAGE
+        self.mass = mass
+        self._recent, self._now, self._before = recent, now, before
+
+    def below(self, at: int) -> float:
+        """Share of what lies in bins up to `at`."""
+        if at == BINS - 1:
+            return 1.0
+        sums = self._recent.sums
+        return (sums[bisect_left(self._recent.totals, self._now + _EDGES[at + 1])] - self._before) / self.mass
+
+    def near(self, at: int) -> float:
+        """Probability near a bin, as of _Counts."""
+        own, before = self.below(at), self.below(at - 1) if at else 0.0
+        lower = self.below(at - 2) if at > 1 else 0.0 if at else -own
+        upper = self.below(at + 1) if at < BINS - 1 else own + (own - before)
+        return 0.25 * (upper + own - before - lower)
+
+
+_Layer = _Counts | _Beyond
 
 _AGES = 0.5 ** (np.arange(RECENT_TOTALS)[::-1] / HALF_LIFE_ENDS)
 """Weights of a run's recent totals, oldest first."""
 _LOG_MIDDLES = np.log2(np.maximum(histogram.MIDDLES, 0.5))
+_EDGES: list[float] = histogram.EDGES.tolist()
 
 
 class RemainingWork:
@@ -169,6 +273,7 @@ class RemainingWork:
         self._runs: OrderedDict[str, _Run] = OrderedDict()
         self._siblings: OrderedDict[str, list[float]] = OrderedDict()
         self._live: OrderedDict[str, _Live] = OrderedDict()
+        self._symbols: dict[ToolReturn, int] = {}
 
     def observe_turn(
         self,
@@ -184,11 +289,14 @@ class RemainingWork:
         """A turn ended with a tool's return (empty strings if it called none). `turn` counts from 0;
         `generated_total` is the attempt's. A total below the last one begins a new attempt.
         """
-        live = self._of(run, group, trajectory)
+        live = self._live.get(trajectory) or self._of(run, group, trajectory)
         if generated_total < live.points[-1].generated or turn + 1 < live.points[-1].turns:
             live.points = [self._start(group)]
+        self._live.move_to_end(trajectory)
         last = live.points[-1]
-        returns = (*last.returns, (tool, payload_class, outcome))[-CONTEXT:] if tool else last.returns
+        returns = last.returns
+        if tool:
+            returns = (*returns[1 - CONTEXT :], self._symbol((tool, payload_class, outcome)))
         point = _Point(generated_total, turn + 1, returns, len(self._siblings.get(group, ())))
         if turn + 1 == last.turns:
             live.points[-1] = point  # a second tool call of the same turn
@@ -198,6 +306,15 @@ class RemainingWork:
             # every other one goes, first and newest stay: a very long episode still teaches about all of its course
             live.points = [*live.points[:-1:2], live.points[-1]]
 
+    def _symbol(self, answer: ToolReturn) -> int:
+        """A number for a kind of tool return, from 1."""
+        symbol = self._symbols.get(answer)
+        if symbol is None:
+            if len(self._symbols) >= (1 << SYMBOL_BITS) - 2:
+                return (1 << SYMBOL_BITS) - 1
+            symbol = self._symbols[answer] = len(self._symbols) + 1
+        return symbol
+
     def observe_end(self, run: str, group: str, trajectory: str, generated_total: int) -> None:
         """The episode ended by itself, with so many generated tokens in all. Learns from it and forgets it."""
         live = self._of(run, group, trajectory)
@@ -206,19 +323,25 @@ class RemainingWork:
         tested = live.points[state.ends % len(live.points)]
         self._measure(state, group, tested, generated_total - tested.generated)
         state.ends += 1
+        if state.ends - state.base > REBASE * HALF_LIFE_ENDS:
+            state.base = state.ends
+        nodes, base = state.nodes, state.base
+        weight = math.exp2((state.ends - base) / HALF_LIFE_ENDS)
         for point in live.points:
             remaining = max(0.0, generated_total - point.generated)
+            at = bin_of(remaining)
             for key in _keys(point.turns, point.generated, point.returns):
-                node = state.nodes.get(key)
+                node = nodes.get(key)
                 if node is None:
-                    node = state.nodes[key] = _Node(tick=state.ends)
-                    if len(state.nodes) > MAX_NODES:
-                        state.nodes.popitem(last=False)
+                    node = nodes[key] = _Node(base)
+                    if len(nodes) > MAX_NODES:
+                        nodes.popitem(last=False)
                 else:
-                    state.nodes.move_to_end(key)
-                node.decayed(state.ends)
-                node.counts[bin_of(remaining)] += 1.0
-                node.mass += 1.0
+                    nodes.move_to_end(key)
+                    if node.base != base:
+                        node.rebase(base)
+                node.counts[at] += weight
+                node.total += weight
         state.totals.append(float(generated_total))
         siblings = _recent(self._siblings, group, MAX_GROUPS, list)
         if len(siblings) < MAX_SIBLINGS:
@@ -262,49 +385,64 @@ class RemainingWork:
     def _estimate(self, state: _Run, group: str, point: _Point, passed: float) -> Estimate:
         chosen: Source = "prior"
         weight, evidence = 1.0, 0.0
-        mixed = _prior(int(point.generated + passed))
+        mixed: list[_Layer] = [_prior(_rounded(int(point.generated + passed)))]
+        shares = [1.0]
         for layer in self._layers(state, group, point, passed):
             worth = state.worth.get(layer.source)
             if worth is not None and not worth.used:
                 continue
-            mixed, share = _mix(mixed, layer)
+            share = layer.mass / (layer.mass + layer.shrinkage)
+            mixed.append(layer)
+            shares.append(share)
             weight *= 1.0 - share
             if share >= weight:
                 chosen, weight, evidence = layer.source, share, layer.mass
-        p50, p90 = histogram.quantiles(mixed, (0.5, 0.9))
+        mixture = _Mixture(mixed, shares)
+        low, p50 = mixture.quantile(0.5, 0)
+        _, p90 = mixture.quantile(0.9, low)
         return Estimate(p50, p90, evidence, chosen)
 
     def _layers(self, state: _Run, group: str, point: _Point, passed: float) -> list[_Layer]:
         now = point.generated + passed
-        if now not in state.recent:
-            state.recent[now] = _recent_totals(state, now)
-        recent = state.recent[now]
-        layers = [recent] if recent is not None else []
+        recent = state.recent_totals().beyond(now)
+        layers: list[_Layer] = [recent] if recent is not None else []
         for depth, key in enumerate(_keys(point.turns, point.generated, point.returns)):
             node = state.nodes.get(key)
             if node is None:
                 break  # deeper contexts are within this one
-            node.decayed(state.ends)
-            counts = histogram.survivors(node.counts, passed)
-            mass = float(counts.sum())
+            mass = node.mass(state.ends)
+            if mass < FLOOR:
+                continue
+            source: Source = "tool_tree" if depth else "progress"
+            if passed < 1:
+                layers.append(_Counts(source, node.counts, node.total, mass, SHRINKAGE, node.cumulative))
+                continue
+            left = histogram.survivors(np.array(node.counts), passed).tolist()
+            total = sum(left)
+            mass *= total / node.total
             if mass >= FLOOR:
-                layers.append(_Layer("tool_tree" if depth else "progress", counts, mass, SHRINKAGE))
+                layers.append(_Counts(source, left, total, mass, SHRINKAGE))
         if point.siblings >= SIBLING_FLOOR:
-            siblings = np.array(self._siblings.get(group, ())[: point.siblings], dtype=np.float64)
-            longer = siblings[siblings > now]
-            if len(longer) >= SIBLING_FLOOR:
-                counts = histogram.of_samples(longer - now, np.ones(len(longer)))
-                layers.append(_Layer("siblings", counts, float(len(longer)), SIBLING_SHRINKAGE))
+            longer = [total - now for total in self._siblings.get(group, ())[: point.siblings] if total > now]
+            count = float(len(longer))
+            if count >= SIBLING_FLOOR:
+                counts = [0.0] * BINS
+                for remaining in longer:
+                    counts[bin_of(remaining)] += 1.0
+                layers.append(_Counts("siblings", counts, count, count, SIBLING_SHRINKAGE))
         return layers
 
     def _measure(self, state: _Run, group: str, point: _Point, remaining: float) -> None:
         """Scores each layer against its parent on a point of an episode that is not learnt yet."""
         actual = bin_of(max(0.0, remaining))
-        mixed = _prior(point.generated)
+        mixed = _prior(_rounded(point.generated)).near(actual)
         for layer in self._layers(state, group, point, 0.0):
-            finer, _ = _mix(mixed, layer)
-            gain = math.log(_smooth(finer, actual)) - math.log(_smooth(mixed, actual))
-            worth = state.worth.setdefault(layer.source, _Worth())
+            share = layer.mass / (layer.mass + layer.shrinkage)
+            finer = share * layer.near(actual) + (1.0 - share) * mixed
+            gain = math.log((finer + SMOOTHING) / (mixed + SMOOTHING))
+            worth = state.worth.get(layer.source)
+            if worth is None:
+                worth = state.worth[layer.source] = _Worth()
             worth.add(gain)
             if worth.used:
                 mixed = finer
@@ -334,44 +472,77 @@ def _recent(cache: OrderedDict[str, V], key: str, bound: int, make: Callable[[],
     return value
 
 
-def _keys(turns: int, generated: int, returns: tuple[ToolReturn, ...]) -> list[tuple[object, ...]]:
+def _keys(turns: int, generated: int, returns: tuple[int, ...]) -> list[int]:
     """Cells from coarse to fine: the turn and the octave of tokens, then contexts of 1, 2, 3 returns at this turn."""
     at = turns if turns <= 16 else 16 + turns.bit_length()
-    keys: list[tuple[object, ...]] = [(at, generated.bit_length())]
-    keys += [(at, *returns[-depth:]) for depth in range(1, len(returns) + 1)]
+    octave = generated.bit_length()
+    keys = [(at << 6 | (min(63, octave))) << 2]
+    context = at
+    if len(returns) == CONTEXT == 3:  # the usual case, unrolled
+        one = at << SYMBOL_BITS | returns[2]
+        two = one << SYMBOL_BITS | returns[1]
+        return [keys[0], one << 2 | 1, two << 2 | 2, (two << SYMBOL_BITS | returns[0]) << 2 | 3]
+    for depth in range(1, len(returns) + 1):
+        context = context << SYMBOL_BITS | returns[-depth]
+        keys.append(context << 2 | depth)
     return keys
 
 
-def _recent_totals(state: _Run, now: float) -> _Layer | None:
-    """What remained for the run's recent episodes that were longer than this one is now."""
-    totals = np.fromiter(state.totals, dtype=np.float64, count=len(state.totals))
-    beyond = totals > now
-    weights = _AGES[RECENT_TOTALS - len(totals) :][beyond]
-    mass = float(weights.sum())
-    if mass < FLOOR:
-        return None
-    return _Layer("run", histogram.of_samples(totals[beyond] - now, weights), mass, SHRINKAGE)
+def _rounded(generated: int) -> int:
+    """To an eighth of an octave: nothing beside the prior's two octaves, and few enough to keep."""
+    drop = max(0, generated.bit_length() - 4)
+    return generated >> drop << drop
 
 
 @lru_cache(maxsize=1_024)
-def _prior(generated: int) -> Floats:
+def _prior(generated: int) -> _Counts:
     """Log-normal around PRIOR_TOKENS, or around half of what was generated where that is more: what has gone on for
-    long tends to go on. Sums to 1.
+    long tends to go on.
     """
     middle = math.log2(max(PRIOR_TOKENS, generated / 2))
-    shape: Floats = np.exp(-0.5 * ((_LOG_MIDDLES - middle) / PRIOR_OCTAVES) ** 2)
-    total: float = shape.sum()
-    return shape / total
+    shape = np.exp(-0.5 * ((_LOG_MIDDLES - middle) / PRIOR_OCTAVES) ** 2)
+    sums: list[float] = np.cumsum(shape).tolist()
+    return _Counts("prior", shape.tolist(), sums[-1], 0.0, 0.0, lambda: sums)
 
 
-def _mix(parent: Floats, layer: _Layer) -> tuple[Floats, float]:
-    """The layer shrunk to its parent, and the share that the layer has in it."""
-    share = layer.mass / (layer.mass + layer.shrinkage)
-    own = layer.counts / layer.mass
-    return share * own + (1.0 - share) * parent, share
+class _Mixture:
+    """Layers from coarse to fine, each with its share of what the finer ones leave."""
 
+    __slots__ = ("_counts", "_run", "_run_weight")
 
-def _smooth(distribution: Floats, at: int) -> float:
-    """Probability near a bin: neighbours count half, so that a miss by a tenth is not a miss."""
-    low, high = max(0, at - 1), min(BINS - 1, at + 1)
-    return float(0.5 * distribution[at] + 0.25 * (distribution[low] + distribution[high])) + SMOOTHING
+    def __init__(self, layers: Sequence[_Layer], shares: Sequence[float]) -> None:
+        self._counts: list[tuple[float, Sequence[float]]] = []
+        """Weight of a count, and the counts."""
+        self._run: _Beyond | None = None
+        self._run_weight = 0.0
+        left = 1.0
+        for at in range(len(layers) - 1, -1, -1):
+            layer, share = layers[at], shares[at]
+            if isinstance(layer, _Beyond):
+                self._run, self._run_weight = layer, left * share
+            else:
+                sums = layer.sums()
+                self._counts.append((left * share / sums[-1], sums))
+            left *= 1.0 - share
+
+    def below(self, at: int) -> float:
+        """Share of what lies in bins up to `at`."""
+        share = self._run_weight * self._run.below(at) if self._run is not None else 0.0
+        for weight, sums in self._counts:
+            share += weight * sums[at]
+        return share
+
+    def quantile(self, probability: float, low: int) -> tuple[int, float]:
+        """The bin of a quantile, not below `low`, and the quantile in tokens, linear within the bin."""
+        high, above, before = BINS - 1, 1.0, -1.0
+        while low < high:
+            middle = (low + high) // 2
+            share = self.below(middle)
+            if share < probability:
+                low, before = middle + 1, share
+            else:
+                high, above = middle, share
+        if before < 0.0:
+            before = self.below(low - 1) if low else 0.0
+        inside = (probability - before) / max(above - before, 1e-12)
+        return low, _EDGES[low] + (_EDGES[low + 1] - _EDGES[low]) * min(max(inside, 0.0), 1.0)
