@@ -2,7 +2,28 @@ from pathlib import Path
 
 import pytest
 
+from services.scheduler.control.queueing import Queueing
+from tests.support.queue_check import same_queue
 from tests.support.robots import Cluster
+
+
+@pytest.fixture(autouse=True)
+def the_live_queue_is_what_a_rebuild_gives(monkeypatch):
+    """Each pass of each scheduler in these tests compares its live queue with one built from the fleet."""
+    decide, wrong = Queueing.decide, []
+
+    def checked(queueing, change):
+        queueing.follow(change)
+        try:
+            same_queue(queueing, change)
+        except AssertionError as error:
+            wrong.append(error)
+            raise
+        decide(queueing, change)
+
+    monkeypatch.setattr(Queueing, "decide", checked)
+    yield
+    assert not wrong, wrong[0]
 
 
 @pytest.fixture

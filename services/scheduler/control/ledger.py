@@ -17,7 +17,7 @@ from services.common.clock import Clock
 from services.common.errors import LibraError
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.core.lifecycle import Lifecycle
-from services.scheduler.core.model import Accelerator, Answer, Entity, Event, Fleet, Node
+from services.scheduler.core.model import Accelerator, Answer, Command, Entity, Event, Fleet, Node, Trajectory
 from services.scheduler.store.unit import Unit
 from services.scheduler.store.writer import Writer
 
@@ -87,6 +87,10 @@ class Change:
             if hasattr(entity, "update_time"):
                 entity.update_time = self.now
             self.unit.put(entity)
+            if isinstance(entity, Trajectory):
+                self.ledger.touched[entity.name] = None
+            elif isinstance(entity, Command) and entity.kind == "preempt":
+                self.ledger.touched[entity.subject] = None
         self._puts += len(entities)
 
     def delete(self, *entities: Node | Accelerator) -> None:
@@ -171,6 +175,8 @@ class Ledger:
         """Runs whose trainer is held for the staleness bound, and since when (monotonic)."""
         self.generated: Counter[str] = Counter()
         """Generated tokens registered since the start, by run."""
+        self.touched: dict[str, None] = {}
+        """Trajectories that changes touched since the queue was last told; it empties this in every pass."""
         self.forget: list[str] = []
         """Groups that are over; dropped from memory when their change is submitted."""
         self._changed = asyncio.Event()

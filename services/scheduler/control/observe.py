@@ -93,6 +93,8 @@ class Observe:
         """By worker."""
         self.steps: deque[Step] = deque(maxlen=MAX_STEPS)
         self.ends: deque[Ended] = deque(maxlen=MAX_STEPS * 8)
+        self.learnt: set[str] = set()
+        """Groups of which a member's end was learnt since the queue was last told; it empties this in every pass."""
         self._times: dict[str, Times] = {}
 
     # ---- reports
@@ -160,6 +162,7 @@ class Observe:
                 self.remaining.forget(item.name)
             return
         self.remaining.observe_end(item.run, item.group, item.name, item.generated_tokens)
+        self.learnt.add(item.group)
         self.ends.append(Ended(change.at, item.generated_tokens, item.turns_done, times.tool, times.engine))
 
     def committed(self, manifest: Manifest, replicas: int, members: Many[Trajectory]) -> None:

@@ -1,4 +1,11 @@
-"""Leases and preemptions: shows the multi-level queue what is waiting and running, and carries out what it decides."""
+"""Leases and preemptions: tells the live queue what changed, and carries out what it decides.
+
+What changed is what changes touched (`Ledger.touched`), the groups of which the estimator learnt, runs that were paused
+or resumed, and engines, which are few and compared each time. After a start everything counts as touched, so the queue
+is loaded from the state. `view` builds the same content from scratch, for tests and for a look from outside.
+"""
+
+from collections import Counter
 
 from services.common import log
 from services.scheduler.control import commands
@@ -7,6 +14,7 @@ from services.scheduler.control.ledger import Change, Ledger
 from services.scheduler.control.observe import Observe
 from services.scheduler.core import cmlfq
 from services.scheduler.core.lifecycle import TRAJECTORY
+from services.scheduler.core.livequeue import LiveQueue
 from services.scheduler.core.model import Attempt, Replica, Trajectory
 
 _log = log.get(__name__)
@@ -16,7 +24,7 @@ PREFILL_SPEEDUP = 20.0
 
 
 class Queueing:
-    """Runs cmlfq.decide on the live state."""
+    """Keeps the live queue in step with the fleet and does what it decides."""
 
     def __init__(self, ledger: Ledger, observe: Observe, decisions: Decisions) -> None:
         self._ledger = ledger
@@ -26,13 +34,17 @@ class Queueing:
         self._settings = cmlfq.QueueSettings(
             quantum_tokens=tuple(section.quantum_tokens), max_wait_s=section.max_wait_s, max_moves=section.max_moves
         )
+        self.live = LiveQueue(self._settings, self._estimate)
+        self._told: dict[str, tuple[object, ...]] = {}
+        """What the live queue was last told of each trajectory: its lease and level, or that it waits."""
+        self._run_states: dict[str, str] = {}
+        self._engines_told: set[str] = set()
+        ledger.touched.update(dict.fromkeys(ledger.fleet.trajectories))
 
     def decide(self, change: Change) -> None:
         """Leases what should run now, and asks for what should stop."""
-        view = self.view(change)
-        if not view.queued and not view.running:
-            return
-        for action in cmlfq.decide(view, self._settings):
+        self.follow(change)
+        for action in self.live.decide(change.at):
             item = change.fleet.trajectories[action.trajectory]
             note = Decision(change.now, action.reason.code, action.reason.text, action.reason.numbers, action.engine)
             self._decisions.add(item.name, note)
@@ -46,28 +58,107 @@ class Queueing:
                     text=action.reason.text,
                 )  # fmt: skip
 
+    # ---- the live queue follows the fleet
+
+    def follow(self, change: Change) -> None:
+        """Tells the live queue what happened since it was last told."""
+        fleet, touched = change.fleet, self._ledger.touched
+        for run in fleet.runs.values():
+            if self._run_states.get(run.name, "ACTIVE") != run.state:
+                touched.update(dict.fromkeys(t.name for t in fleet.trajectories.values() if t.run == run.name))
+            self._run_states[run.name] = run.state
+        engines = {view.name: view for view in self._engines(change, Counter())}
+        for name in self._engines_told - engines.keys():
+            self.live.drop_engine(name)
+        for view in engines.values():
+            self.live.engine(view)
+        self._engines_told = set(engines)
+        pending = {c.subject for c in commands.open_commands(self._ledger, kind="preempt")} if touched else set()
+        for name in touched:
+            item = fleet.trajectories.get(name)
+            active = item is not None and (item.state == "LEASED" or self._waits(change, item))
+            if item is not None and active:
+                self._tell(change, item, name in pending)
+            elif name in self.live:
+                self.live.ended(name)
+                del self._told[name]
+        touched.clear()
+        for group in self._observe.learnt:
+            self.live.group_learnt(group)
+        self._observe.learnt.clear()
+
+    @staticmethod
+    def _waits(change: Change, item: Trajectory) -> bool:
+        return item.state == "QUEUED" and change.fleet.runs[item.run].state == "ACTIVE"
+
+    def _tell(self, change: Change, item: Trajectory, pending: bool) -> None:
+        """One trajectory as it is now."""
+        told = self._told.get(item.name, ())
+        waits = ("waits", item.lease_epoch, item.attempt, item.queued_at, item.level, item.generated_tokens)
+        if item.state == "QUEUED":
+            if told != waits:
+                self._tell_waits(change, item)
+                self._told[item.name] = waits
+            return
+        leased = ("leased", item.lease_epoch, item.attempt)
+        if told[:3] != leased:
+            # a lease that followed its decision finds it waiting; one of which only the end is seen is told whole
+            if told[:3] != ("waits", item.lease_epoch - 1, item.attempt):
+                self._tell_waits(change, item)
+            self.live.leased(
+                item.name, engine=item.replica, level=item.level, since=item.leased_at, base=item.lease_generated
+            )
+            told = (*leased, False)
+        self.live.turned(
+            item.name, generated=item.generated_tokens, tokens=_tokens(item), in_tool_wait=item.in_tool_wait
+        )
+        target = (item.level, item.prefer) if pending else False
+        if told[3] != target:
+            if pending:
+                self.live.preempting(item.name, level=item.level, target=item.prefer)
+            else:
+                self.live.going_on(item.name)
+        self._told[item.name] = (*leased, target)
+
+    def _tell_waits(self, change: Change, item: Trajectory) -> None:
+        self.live.queued(
+            item.name, run=item.run, group=item.group, admission_number=item.admission_number,
+            priority=self._priority(change, item), level=item.level, waiting_since=item.queued_at,
+            tokens=_tokens(item), generated=item.generated_tokens, last_engine=item.prefer or item.replica,
+            moves=item.preempted,
+        )  # fmt: skip
+
+    @staticmethod
+    def _priority(change: Change, item: Trajectory) -> int:
+        return change.fleet.runs[item.run].priority * 1_000 + change.fleet.groups[item.group].priority
+
+    def _estimate(self, name: str) -> tuple[float, float]:
+        item = self._ledger.fleet.trajectories[name]
+        guess = self._observe.remaining.estimate(
+            item.run, item.group, item.name, item.generated_tokens, item.turns_done
+        )
+        return guess.p50, guess.p90
+
+    # ---- the same from scratch
+
     def view(self, change: Change) -> cmlfq.QueueView:
-        """What is waiting, running and serving, as the queue sees it."""
+        """What is waiting, running and serving, built from the fleet."""
         fleet = change.fleet
         queued, running = [], []
         pending = {c.subject for c in commands.open_commands(self._ledger, kind="preempt")}
         for item in fleet.trajectories.values():
             if item.state not in ("QUEUED", "LEASED"):
                 continue
-            run = fleet.runs[item.run]
-            if item.state == "QUEUED" and run.state != "ACTIVE":
+            if item.state == "QUEUED" and not self._waits(change, item):
                 continue
-            guess = self._observe.remaining.estimate(
-                item.run, item.group, item.name, item.generated_tokens, item.turns_done
-            )
-            tokens = item.prompt_tokens + item.generated_tokens + item.observation_tokens
+            p50, p90 = self._estimate(item.name)
             if item.state == "QUEUED":
                 queued.append(
                     cmlfq.QueuedTrajectory(
                         name=item.name, run=item.run, group=item.group, admission_number=item.admission_number,
-                        priority=run.priority * 1_000 + fleet.groups[item.group].priority, level=item.level,
-                        waiting_since=item.queued_at, tokens=tokens, generated=item.generated_tokens,
-                        estimate_p50=guess.p50, estimate_p90=guess.p90, last_engine=item.prefer or item.replica,
+                        priority=self._priority(change, item), level=item.level,
+                        waiting_since=item.queued_at, tokens=_tokens(item), generated=item.generated_tokens,
+                        estimate_p50=p50, estimate_p90=p90, last_engine=item.prefer or item.replica,
                         avoid=frozenset(),
                     )
                 )  # fmt: skip
@@ -76,28 +167,26 @@ class Queueing:
                     cmlfq.RunningTrajectory(
                         name=item.name, run=item.run, engine=item.replica, level=item.level, since=item.leased_at,
                         generated=item.generated_tokens, quantum_used=item.generated_tokens - item.lease_generated,
-                        in_tool_wait=item.in_tool_wait, estimate_p50=guess.p50, estimate_p90=guess.p90, tokens=tokens,
+                        in_tool_wait=item.in_tool_wait, estimate_p50=p50, estimate_p90=p90, tokens=_tokens(item),
                         preempt_pending=item.name in pending, admission_number=item.admission_number,
                         moves=item.preempted, target=item.prefer,
                     )
                 )  # fmt: skip
-        return cmlfq.QueueView(
-            now=change.at, queued=tuple(queued), running=tuple(running), engines=tuple(self._engines(change))
-        )
+        engines = self._engines(change, Counter(t.engine for t in running))
+        return cmlfq.QueueView(now=change.at, queued=tuple(queued), running=tuple(running), engines=tuple(engines))
 
-    def _engines(self, change: Change) -> list[cmlfq.EngineView]:
+    def _engines(self, change: Change, leased: Counter[str]) -> list[cmlfq.EngineView]:
         fleet = change.fleet
         views = []
         for replica in fleet.live_replicas():
             if replica.role != "ROLLOUT" or replica.state in ("PLANNED", "UNCONFIRMED", "QUARANTINED"):
                 continue
             rate = self._observe.engines.get(replica.name)
-            leased = sum(t.state == "LEASED" and t.replica == replica.name for t in fleet.trajectories.values())
             per_token = rate.seconds_per_token if rate is not None and rate.seconds_per_token > 0 else None
             views.append(
                 cmlfq.EngineView(
                     name=replica.name, run=replica.serving_run, level=replica.level,
-                    concurrency_cap=replica.concurrency_cap, running=leased,
+                    concurrency_cap=replica.concurrency_cap, running=leased[replica.name],
                     kv_capacity_tokens=rate.kv_capacity if rate else 0, kv_used_tokens=rate.kv_used if rate else 0,
                     seconds_per_token=per_token,
                     prefill_tokens_per_second=PREFILL_SPEEDUP / per_token if per_token else None,
@@ -136,3 +225,8 @@ class Queueing:
             {"lease_epoch": item.lease_epoch, "kept_tokens": item.generated_tokens, "level": level},
             related=[replica.name, session.worker],
         )  # fmt: skip
+
+
+def _tokens(item: Trajectory) -> int:
+    """Length of its sequence."""
+    return item.prompt_tokens + item.generated_tokens + item.observation_tokens
