@@ -9,7 +9,7 @@ from services.common import log
 from services.common.errors import ConfigError, LibraError
 from services.ops import render
 from services.ops.cluster import ClusterFailed
-from services.ops.commands import changes, processes, reads, runs, simulation
+from services.ops.commands import bench, changes, processes, reads, runs, simulation
 
 INTERRUPTED = 130
 CONFIG = 2
@@ -32,6 +32,7 @@ app.command()(reads.events)
 app.add_typer(reads.trajectories, name="trajectories")
 app.command()(reads.explain)
 app.command()(processes.check)
+app.add_typer(bench.app, name="bench")
 app.command()(changes.plan)
 app.command()(changes.reassign)
 app.command()(changes.preempt)
