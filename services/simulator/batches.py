@@ -93,11 +93,13 @@ class Pending:
         self.complete += 1
         return True
 
-    def batch(self, count: int, version: int, staleness: int) -> list[Group] | None:
-        """The groups of a step at a base version; None = not yet."""
+    def batch(self, count: int, version: int, staleness: int | None) -> list[Group] | None:
+        """The groups of a step at a base version; None = not yet. Without a bound nothing is due."""
         if self.complete < count:
             return None
-        due = {g.order for g in self.groups if NOWHERE < g.version() <= version - staleness}
+        due: set[int] = set()
+        if staleness is not None:
+            due = {g.order for g in self.groups if NOWHERE < g.version() <= version - staleness}
         if any(g.open for g in self.groups if g.order in due):
             return None
         ready = sorted((g for g in self.groups if not g.open), key=lambda g: (g.order not in due, g.order))

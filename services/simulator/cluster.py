@@ -373,7 +373,7 @@ class Cluster:
         """Starts a training step if the trainers are free and its batch is complete."""
         if self._trainer.busy or self._done:
             return
-        staleness = {Mode.ASYNC: self.spec.staleness, Mode.SPLIT: 1}.get(self._mode, 0)
+        staleness = {Mode.ASYNC: self.spec.staleness, Mode.SPLIT: 1}.get(self._mode)
         groups = self.pending.batch(self._stream.batch_groups, self.view.version, staleness)
         if groups is None:
             return

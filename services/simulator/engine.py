@@ -2,11 +2,11 @@
 
 All running sequences gain one token per decoding step, so a single counter, `progress` (tokens generated per running
 sequence since the engine began), says where each of them stands: one that started at progress m with t tokens to go
-ends at m + t, and a heap keyed by that end gives the next event. Contexts sum to `base + n x progress`. The step time is
-asked for at each event and whenever contexts grew by GROWTH, for the middle of the stretch ahead.
+ends at m + t, and a heap keyed by that end gives the next event. Contexts sum to `base + n x progress`. The step time
+is asked for at each event and whenever contexts grew by GROWTH, for the middle of the stretch ahead.
 
-Prefill stalls decoding for its duration: chunked prefill spreads the same work over steps, so its total cost is kept and
-the finer interleaving is not. A sibling on the engine shares the prompt's prefill, though not its memory.
+Prefill stalls decoding for its duration: chunked prefill spreads the same work over steps, so its total cost is kept
+and the finer interleaving is not. A sibling on the engine shares the prompt's prefill, though not its memory.
 
 KV cache: running sequences hold their contexts; those in a tool call keep theirs as cache, evicted least recently used
 first when others need room; what is not cached is computed again. Admission is first come, first served, and waits
@@ -77,9 +77,9 @@ class Engine:
     """See the module. The cluster calls `advance(now)` before anything else at a time."""
 
     __slots__ = (
-        "_base", "_cached", "_clock", "_heap", "_order", "_prompts", "_running", "_stall", "_step", "_times", "_waiting",
-        "busy_s", "frozen", "generated", "next_event", "preemptions", "prefilled", "progress", "slowdown", "started_at",
-        "state", "stopped_at",
+        "_base", "_cached", "_clock", "_heap", "_order", "_prompts", "_running", "_stall", "_step", "_times",
+        "_waiting", "busy_s", "frozen", "generated", "next_event", "preemptions", "prefilled", "progress", "slowdown",
+        "started_at", "state", "stopped_at",
     )  # fmt: skip
 
     def __init__(self, state: EngineState, times: EngineTimes, now: float) -> None:
@@ -313,13 +313,11 @@ class Engine:
         state.context = context
         ahead = heap[0][0] - self.progress
         stretch = max(MIN_STRETCH, GROWTH * context / count)
-        if stretch < ahead:
-            ahead = stretch
+        ahead = min(ahead, stretch)
         room = (state.kv_capacity - context) / count
         if count > 1 and room < ahead:
             ahead = max(room, NEAR)
-        if ahead < 0.0:
-            ahead = 0.0
+        ahead = max(ahead, 0.0)
         self._step = step = self._times.decode_s(state.tp, count, context + 0.5 * ahead * count) * self.slowdown
         state.seconds_per_token = step
         self.next_event = self._clock + self._stall + ahead * step

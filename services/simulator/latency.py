@@ -38,13 +38,14 @@ TABLES: Mapping[str, Quantiles] = {
 
 KINDS: Mapping[str, str] = {
     "user": "web",
-    "open": "read", "cat": "read", "ls": "read", "cd": "read", "goto": "read", "scroll_down": "read", "scroll_up": "read",
+    "open": "read", "cat": "read", "ls": "read", "cd": "read", "goto": "read",
+    "scroll_down": "read", "scroll_up": "read",
     "edit": "edit", "create": "edit", "str_replace_editor": "edit", "insert": "edit",
     "search_file": "search", "search_dir": "search", "find_file": "search", "grep": "search", "find": "search",
     "curl": "web", "wget": "web",
     "sql": "step", "think": "read", "calculate": "read",
 }  # fmt: skip
-"""Table of a tool by its name in recorded episodes; a simulated user answers like a web call; any other tool: `exec`."""
+"""Table of a tool by its name in recorded episodes; a simulated user is like a web call; any other: `exec`."""
 
 
 def table_of(tool: str) -> Quantiles:

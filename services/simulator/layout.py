@@ -62,6 +62,8 @@ class ClusterSpec:
     """K: base version of a step - oldest version of its tokens is at most this, in ASYNC."""
     max_running: int = 256
     """Sequences in one decoding step of an engine."""
+    min_kv_tokens: int = 65_536
+    """Degrees whose engine holds fewer are not chosen by searches: the longest sequence must fit beside others."""
     recompute: bool = True
     """KV caches are computed again after a weight update, else kept."""
     warm: bool = True
@@ -86,7 +88,9 @@ def check(layout: Layout, spec: ClusterSpec, mode: Mode) -> None:
     """Raises ConfigError, saying what is wrong, if the cluster cannot be laid out so."""
     total = layout.rollout + (0 if mode is Mode.COLOCATED else layout.training)
     if not layout.engines or any(tp < 1 or tp > spec.node_size for tp in layout.engines):
-        raise ConfigError(f"layout {layout.words()}: expected engines of 1 to {spec.node_size} accelerators, one node's")
+        raise ConfigError(
+            f"layout {layout.words()}: expected engines of 1 to {spec.node_size} accelerators, one node's"
+        )
     if total > spec.accelerators:
         raise ConfigError(f"layout {layout.words()} takes {total} accelerators; there are {spec.accelerators}")
     if mode is not Mode.ROLLOUT:

@@ -3,9 +3,9 @@
 The tokens that an episode wants are log-normal: log w = m + s (sqrt(r) z_group + sqrt(1 - r) z_own), so that siblings
 of one prompt correlate with r. Turns are drawn one after the other, gamma-distributed around the family's mean turn,
 until the wanted tokens are made or the sequence (prompt, generated, tool outputs) reaches the cap. Each call fails with
-the prompt's own probability p (Beta around the family's rate). With `lengthening` l > 0 a failure *causes* work: it adds
-l times the tokens of the turn that failed. With l = 0 the outcomes say nothing about what follows. m is solved so that
-the mean before failures, times the mean of 1 / (1 - p l), is the wanted one under the cap.
+the prompt's own probability p (Beta around the family's rate). With `lengthening` l > 0 a failure *causes* work: it
+adds l times the tokens of the turn that failed. With l = 0 the outcomes say nothing about what follows. m is solved so
+that the mean before failures, times the mean of 1 / (1 - p l), is the wanted one under the cap.
 
 Mean length grows geometrically from `mean_start` to `mean_end` over `drift_steps`; a turn grows with its square root.
 """
@@ -87,7 +87,7 @@ class Parametric:
     def mean(self, step: int) -> float:
         """Mean generated tokens that a step's episodes aim at."""
         share = min(1.0, step / max(1, self.drift_steps - 1))
-        mean = self.mean_start * (self.mean_end / self.mean_start) ** share
+        mean = self.mean_start * float((self.mean_end / self.mean_start) ** share)
         return mean * self.shift.length if self.shift is not None and step >= self.shift.step else mean
 
     def batch(self, step: int, seed: int) -> list[Episode]:
@@ -129,7 +129,9 @@ def episodes(
     ]  # fmt: skip
 
 
-def _failure_rates(family: Family, rng: np.random.Generator, groups: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+def _failure_rates(
+    family: Family, rng: np.random.Generator, groups: int
+) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
     """One rate a prompt: some are harder than others."""
     if not 0 < family.failures < 1:
         return np.full(groups, family.failures)
@@ -197,10 +199,10 @@ def _with_calls(
 
 @lru_cache(maxsize=256)
 def log_middle(mean: float, spread: float, cap: float) -> float:
-    """m such that min(exp(m + spread z), cap) has the given mean, by bisection.
+    """M such that min(exp(m + spread z), cap) has the given mean, by bisection.
 
-    E[min(X, c)] = exp(m + s^2/2) Phi((ln c - m - s^2) / s) + c (1 - Phi((ln c - m) / s)). A mean above nine tenths of the
-    cap is taken as nine tenths.
+    E[min(X, c)] = exp(m + s^2/2) Phi((ln c - m - s^2) / s) + c (1 - Phi((ln c - m) / s)). A mean above nine tenths of
+    the cap is taken as nine tenths.
     """
     wanted = min(mean, 0.9 * cap)
     phi = NormalDist().cdf

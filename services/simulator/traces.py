@@ -86,7 +86,9 @@ def _turn(content: Any, where: str) -> Turn:
     outcome = content.get("out") or "ok"
     if outcome not in OUTCOMES:
         raise ConfigError(f"{where}: out is {outcome!r}, expected one of {', '.join(OUTCOMES)}")
-    return Turn(_count(content, "gen", where), tool or "", outcome, _latency(content, where), _count(content, "obs", where))
+    return Turn(
+        _count(content, "gen", where), tool or "", outcome, _latency(content, where), _count(content, "obs", where)
+    )
 
 
 def _latency(content: Mapping[str, Any], where: str) -> float:

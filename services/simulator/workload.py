@@ -1,4 +1,4 @@
-"""What is to be done: episodes of agents as numbers. Where they come from: `traces` (files) or `parametric` (a generator).
+"""What is to be done: episodes of agents as numbers. From files (`traces`) or a generator (`parametric`).
 
 An episode is a list of turns; a turn generates tokens and then, but for the last, calls a tool whose output is added to
 the context. Policies never see an `Episode`, only how far it has come (`trajectory.Trajectory`).
@@ -17,7 +17,7 @@ OUTCOMES = ("ok", "error", "timeout")
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Tokens generated, then a tool call ('' = none, the turn is the last): its outcome, seconds, and output in tokens."""
+    """Tokens generated, then a tool call ('' = none, the last turn): its outcome, seconds, and output in tokens."""
 
     generated: int
     tool: str
@@ -88,7 +88,7 @@ class Resampled:
 
 
 def shuffled_outcomes(episodes: Sequence[Episode], rng: np.random.Generator) -> list[Episode]:
-    """The same episodes with the outcomes of the calls permuted within each: lengths keep, what they followed does not."""
+    """The same episodes with the outcomes of the calls permuted within each; lengths stay."""
     found = []
     for episode in episodes:
         calls = [i for i, turn in enumerate(episode.turns) if turn.tool]

@@ -1,0 +1,281 @@
+"""Policies compared on one cluster and workload: every policy on the same seeds, figures with their spread."""
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from services.simulator.cluster import Cluster
+from services.simulator.layout import ClusterSpec, Layout, Mode
+from services.simulator.parametric import CODE, SEARCH, Parametric, Shift
+from services.simulator.policies import registry, search
+from services.simulator.policies.clairvoyant import bound
+from services.simulator.policies.libra import Libra
+from services.simulator.policies.static import degrees
+from services.simulator.processes import Run, runner
+from services.simulator.results import Figures, RunResult
+from services.simulator.times import EngineTimes, TrainingTimes
+from services.simulator.workload import Episode, Resampled, Workload, scaled
+
+FIRST_STEP = 4
+"""Steps before it are reported apart: what finding the layout cost."""
+
+
+@dataclass(frozen=True, slots=True)
+class Experiment:
+    """One comparison. `given`: a layout for all policies but the synchronous ones, instead of their own."""
+
+    spec: ClusterSpec
+    workload: Workload
+    steps: int = 20
+    first: int = FIRST_STEP
+    mode: Mode = Mode.ASYNC
+    given: Layout | None = None
+    cycle_s: float = 5.0
+    """Of our own policy, seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """A policy's runs, by seed, and its figures from the first scored step on."""
+
+    name: str
+    layout: str
+    runs: tuple[RunResult, ...]
+    figures: tuple[Figures, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """All policies on the same seeds."""
+
+    policies: tuple[Compared, ...]
+    searches: tuple[tuple[str, int, int], ...] = ()
+    notes: tuple[str, ...] = field(default=())
+
+    def of(self, name: str) -> Compared:
+        """A policy's. Raises KeyError."""
+        return {p.name: p for p in self.policies}[name]
+
+
+Job = tuple[Experiment, str, registry.Layouts, int]
+
+
+def compare(
+    experiment: Experiment, policies: str | Iterable[str], seeds: int, *, workers: int | None = None
+) -> Comparison:
+    """Runs every policy on seeds 1..n, on so many processes (default: one a core); they change no answer."""
+    with runner(workers) as run:
+        return compared(experiment, policies, seeds, run)
+
+
+def compared(experiment: Experiment, policies: str | Iterable[str], seeds: int, run: Run) -> Comparison:
+    """As `compare`, on processes that are there already."""
+    chosen = registry.names(policies)
+    notes: list[str] = []
+    if experiment.mode is Mode.ROLLOUT:
+        left_out = [name for name in chosen if name in registry.SYNCHRONOUS]
+        chosen = [name for name in chosen if name not in left_out]
+        if left_out:
+            notes.append(f"{', '.join(left_out)}: nothing is trained here, so synchronous policies are left out")
+    needed = chosen if experiment.given is None else [n for n in chosen if n in registry.SYNCHRONOUS]
+    question = search.Question(
+        experiment.spec, experiment.workload, experiment.steps, experiment.first, experiment.mode
+    )
+    found = registry.layouts(needed, question, run)
+    jobs = [(experiment, name, found, seed) for name in chosen for seed in range(1, seeds + 1)]
+    results = run(simulate, jobs)
+    rows = []
+    for at, name in enumerate(chosen):
+        runs = tuple(results[at * seeds : (at + 1) * seeds])
+        figures = tuple(r.since(min(experiment.first, experiment.steps - 1)) for r in runs)
+        rows.append(Compared(name, runs[0].steps[-1].layout, runs, figures))
+    return Comparison(tuple(rows), found.cost, tuple(notes))
+
+
+def simulate(job: Job) -> RunResult:
+    """One policy on one seed."""
+    experiment, name, found, seed = job
+    synchronous = name in registry.SYNCHRONOUS
+    policy = registry.build(name, found, None if synchronous else experiment.given)
+    if isinstance(policy, Libra):
+        policy.decide_every_s = experiment.cycle_s
+    if not synchronous:
+        policy.mode = experiment.mode
+    return Cluster(experiment.spec, experiment.workload, policy, seed=seed, steps=experiment.steps).run()
+
+
+# ---- the cluster of the published evaluation
+
+
+def r2e_experiment(times: EngineTimes, training: TrainingTimes, *, steps: int = 20) -> Experiment:
+    """48 accelerators in nodes of 8, 32 groups of 16 a step, mean length 2.5K -> 11.5K over 20 steps, staleness 1."""
+    return Experiment(ClusterSpec(times, training), Parametric(), steps=steps)
+
+
+def shift_experiments(times: EngineTimes, training: TrainingTimes, *, steps: int = 20) -> dict[str, Experiment]:
+    """The same cluster with an abrupt shift halfway, and with two families of tasks in turn."""
+    spec = ClusterSpec(times, training)
+    still = Parametric(mean_start=2_500.0, mean_end=2_500.0)
+    return {
+        "shift": Experiment(spec, replace(still, shift=Shift(steps // 2)), steps=steps),
+        "families": Experiment(spec, replace(still, families=(CODE, SEARCH)), steps=steps),
+    }
+
+
+def r2e_48(
+    times: EngineTimes,
+    training: TrainingTimes,
+    policies: str | Iterable[str] = "all",
+    seeds: int = 3,
+    *,
+    steps: int = 20,
+    workers: int | None = None,
+) -> dict[str, Any]:
+    """The preset as a document, see `document`."""
+    return document(compare(r2e_experiment(times, training, steps=steps), policies, seeds, workers=workers))
+
+
+def shift_48(
+    times: EngineTimes,
+    training: TrainingTimes,
+    policies: str | Iterable[str] = "all",
+    seeds: int = 3,
+    *,
+    steps: int = 20,
+    workers: int | None = None,
+) -> dict[str, Any]:
+    """Both workloads, each as a document under its name."""
+    found = shift_experiments(times, training, steps=steps)
+    return {name: document(compare(e, policies, seeds, workers=workers)) for name, e in found.items()}
+
+
+def document(comparison: Comparison) -> dict[str, Any]:
+    """`{"policies": [...], "searches": [...], "notes": [...]}`: means over the seeds from the first scored step on.
+
+    `spread`: (highest - lowest) / mean of tokens_per_s over the seeds; `from_start`: tokens_per_s of all steps;
+    `of_bound`: mean over the seeds of tokens_per_s over that of `clairvoyant` on the same seed, null without it.
+    """
+    bounds = next((p.figures for p in comparison.policies if p.name == "clairvoyant"), None)
+    return {
+        "policies": [_row(p, bounds) for p in comparison.policies],
+        "searches": [{"for": s, "layouts": tried, "steps": steps} for s, tried, steps in comparison.searches],
+        "notes": list(comparison.notes),
+    }
+
+
+def _row(own: Compared, bounds: tuple[Figures, ...] | None) -> dict[str, Any]:
+    rates = [f.tokens_per_s for f in own.figures]
+    row: dict[str, Any] = {"name": own.name}
+    for key in asdict(own.figures[0]):
+        values = [getattr(f, key) for f in own.figures]
+        row[key] = max(values) if key == "max_staleness" else statistics.fmean(values)
+    row["of_bound"] = (
+        None if bounds is None else statistics.fmean(r / b.tokens_per_s for r, b in zip(rates, bounds, strict=True))
+    )
+    row["spread"] = (max(rates) - min(rates)) / statistics.fmean(rates)
+    row["by_seed"] = rates
+    row["from_start"] = statistics.fmean(r.since(0).tokens_per_s for r in own.runs)
+    row["layout"] = own.layout
+    row["wasted"] = statistics.fmean(r.wasted for r in own.runs)
+    row["moves"] = statistics.fmean(r.moves for r in own.runs)
+    row["preemptions"] = statistics.fmean(r.preemptions for r in own.runs)
+    row["relayouts"] = statistics.fmean(r.relayouts for r in own.runs)
+    return row
+
+
+# ---- replay of recorded episodes
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One condition of a replay."""
+
+    profile: str
+    latency: float
+    generated: float
+
+
+REPLAY_ACCELERATORS = 4
+REPLAY_GROUPS_TOKENS = 256
+"""Episodes that a bootstrap sample aims at: as many whole groups."""
+
+
+def replay(
+    episodes: Sequence[Episode],
+    profiles: Mapping[str, EngineTimes],
+    policies: str | Iterable[str] = "all",
+    samples: int = 5,
+    *,
+    latencies: Sequence[float] = (0.0, 1.0, 5.0),
+    scales: Sequence[float] = (1.0, 4.0, 10.0),
+    workers: int | None = None,
+) -> dict[str, Any]:
+    """Rollout of recorded episodes on four accelerators, all in flight at once, in each cell latency x scale x profile.
+
+    Each sample draws whole groups with replacement; all policies run on the same samples, so that ratios are paired.
+    `interval`: 5 % and 95 % quantiles of the makespan, and of its ratio to clairvoyant's, over the samples.
+    """
+    with runner(workers) as run:
+        cells = [
+            _replay_cell(Cell(profile, latency, scale), times, episodes, policies, samples, run)
+            for profile, times in profiles.items()
+            for latency in latencies
+            for scale in scales
+        ]
+    return {"episodes": len(episodes), "accelerators": REPLAY_ACCELERATORS, "samples": samples, "cells": cells}
+
+
+def _replay_cell(
+    cell: Cell,
+    times: EngineTimes,
+    episodes: Sequence[Episode],
+    policies: str | Iterable[str],
+    samples: int,
+    run: Run,
+) -> dict[str, Any]:
+    chosen = tuple(scaled(episodes, generated=cell.generated, latency=cell.latency))
+    groups = len({e.group for e in chosen})
+    count = max(1, min(groups, round(REPLAY_GROUPS_TOKENS * groups / len(chosen))))
+    spec = ClusterSpec(times, None, accelerators=REPLAY_ACCELERATORS, node_size=REPLAY_ACCELERATORS)
+    workload = Resampled(chosen, count)
+    experiment = Experiment(spec, workload, steps=1, first=0, mode=Mode.ROLLOUT, cycle_s=1.0)
+    comparison = compared(experiment, policies, samples, run)
+    return {
+        "profile": cell.profile,
+        "latency": cell.latency,
+        "scale": cell.generated,
+        "bound_s": statistics.fmean(
+            bound(workload.batch(0, seed), spec, REPLAY_ACCELERATORS, degrees(spec)) for seed in range(1, samples + 1)
+        ),
+        "policies": _replay_rows(comparison),
+        "notes": list(comparison.notes),
+    }
+
+
+def _replay_rows(comparison: Comparison) -> list[dict[str, Any]]:
+    bounds = next((p.figures for p in comparison.policies if p.name == "clairvoyant"), None)
+    rows = []
+    for own in comparison.policies:
+        spans = [f.total_s for f in own.figures]
+        row: dict[str, Any] = {
+            "name": own.name,
+            "makespan_s": statistics.fmean(spans),
+            "interval": _interval(spans),
+            "tokens_per_s": statistics.fmean(f.tokens_per_s for f in own.figures),
+            "migrated_ratio": statistics.fmean(f.migrated_ratio for f in own.figures),
+            "layout": own.layout,
+            "of_bound": None,
+            "of_bound_interval": None,
+        }
+        if bounds is not None:
+            ratios = [b.total_s / s for b, s in zip(bounds, spans, strict=True)]
+            row["of_bound"], row["of_bound_interval"] = statistics.fmean(ratios), _interval(ratios)
+        rows.append(row)
+    return rows
+
+
+def _interval(values: Sequence[float]) -> list[float]:
+    return [float(q) for q in np.quantile(values, (0.05, 0.95))]
