@@ -1,9 +1,10 @@
 """Groups from admission to consumption: which batch may be admitted, and which groups a training step takes.
 
-A batch of B groups is admitted for step b once version b - K is out. A step at base version v takes B complete groups:
-all with a token of version v - K or older (the trainer holds until they are complete), then those admitted first. At
-version w at most (w + K + 1) B groups were admitted and (w + K) B are consumed before step w + K, so the first kind
-always fits: no consumed token is staler than K.
+A batch of B groups is admitted for step b once version b - K is out. A group whose oldest token is of version w is due
+by step w + K. A step at base version v takes B complete groups, those due first, then those admitted first, and only if
+what is left can still be consumed in time: at most j B of it due by step v + j, for each j < K. Else the trainer holds.
+After step v at most K B admitted groups are left in all, so once everything is complete there is always such a choice:
+no consumed token is staler than K, and the trainer never holds for ever.
 """
 
 from collections.abc import Iterator
@@ -97,16 +98,26 @@ class Pending:
         """The groups of a step at a base version; None = not yet. Without a bound nothing is due."""
         if self.complete < count:
             return None
-        due: set[int] = set()
-        if staleness is not None:
-            due = {g.order for g in self.groups if NOWHERE < g.version() <= version - staleness}
-        if any(g.open for g in self.groups if g.order in due):
-            return None
-        ready = sorted((g for g in self.groups if not g.open), key=lambda g: (g.order not in due, g.order))
-        return ready[:count]
+        if staleness is None:
+            return [g for g in self.groups if not g.open][:count]
+        due = {g.order: _due(g, version, staleness) for g in self.groups}
+        ready = sorted((g for g in self.groups if not g.open), key=lambda g: (due[g.order], g.order))
+        chosen = ready[:count]
+        for group in chosen:
+            del due[group.order]
+        for later in range(staleness):
+            if sum(step <= version + later for step in due.values()) > later * count:
+                return None
+        return chosen
 
     def consume(self, groups: list[Group]) -> None:
         """They are trained, or aborted."""
         gone = {g.order for g in groups}
         self.complete -= sum(not g.open for g in groups)
         self.groups = [g for g in self.groups if g.order not in gone]
+
+
+def _due(group: Group, version: int, staleness: int) -> int:
+    """Last step that may consume it; what has not begun begins at the present version or later."""
+    oldest = group.version()
+    return (version if oldest == NOWHERE else oldest) + staleness

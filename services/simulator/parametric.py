@@ -59,6 +59,8 @@ SEARCH = Family(
     name="search", spread=0.6, turn_tokens=180.0, prompt=(100, 400), observation=500.0,
     tools=(("search", 0.7, "search"), ("web", 0.3, "web")), failures=0.1,
 )  # fmt: skip
+REPAIR = Family(name="repair", spread=0.5, failures=0.25, lengthening=2.5)
+"""Failures cause the tail: what one returns says how much is still to come."""
 
 
 @dataclass(frozen=True, slots=True)

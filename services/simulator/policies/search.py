@@ -2,8 +2,8 @@
 
 Homogeneous: every degree that `static.degrees` allows x every number of whole training replicas that leaves at least
 one node for rollout (at most SPLITS of them, evenly spaced), each on PILOT steps spread evenly over the run; the
-FINALISTS best again on the whole run. Mixed: around the best homogeneous one, the same split with one quarter, a half or
-three quarters of the rollout accelerators of another degree, by the same two rounds. The score is trained tokens per
+FINALISTS best again on the whole run. Mixed: around the best homogeneous one, the same split with one quarter, a half
+or three quarters of the rollout accelerators of another degree, by the same two rounds. The score is trained tokens per
 second from step `first` on; equal scores keep the earlier candidate.
 """
 
