@@ -12,6 +12,8 @@ from services.simulator.policies.clairvoyant import Clairvoyant
 from services.simulator.policies.feedback import FeedbackQueue
 from services.simulator.policies.libra import Libra
 from services.simulator.policies.predictor import LengthPredictor
+from services.simulator.policies.priority import SiblingHistory, TrajectoryPriority
+from services.simulator.policies.published import PublishedQueue
 from services.simulator.policies.static import BestHomogeneous, BestStatic, StaticUniform, uniform
 from services.simulator.policies.sticky import StickyHash
 from services.simulator.policies.synchronous import Colocated, TailBatching
@@ -37,6 +39,9 @@ POLICIES: Mapping[str, Entry] = {
     "colocated": Entry(Colocated, "colocated"),
     "sticky-hash": Entry(StickyHash, "homogeneous"),
     "length-predictor": Entry(LengthPredictor, "homogeneous"),
+    "published-cmlfq": Entry(PublishedQueue, "mixed"),
+    "sibling-history": Entry(SiblingHistory, "homogeneous"),
+    "trajectory-priority": Entry(TrajectoryPriority, "homogeneous"),
     "mlfq": Entry(FeedbackQueue, "homogeneous"),
     "tail-batching": Entry(TailBatching, "colocated"),
     "clairvoyant": Entry(Clairvoyant, "mixed"),

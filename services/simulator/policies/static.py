@@ -1,5 +1,6 @@
 """Static layouts with least-loaded routing: half and half without a thought, and what a bounded search finds."""
 
+from services.common.errors import ConfigError
 from services.simulator.layout import ClusterSpec, Layout
 from services.simulator.policies.base import Policy
 
@@ -44,7 +45,15 @@ def degrees(spec: ClusterSpec) -> list[int]:
     found = []
     tp = 1
     while tp <= min(spec.node_size, spec.accelerators):
-        if spec.times.kv_tokens(tp) >= spec.min_kv_tokens:
+        if _kv_tokens(spec, tp) >= spec.min_kv_tokens:
             found.append(tp)
         tp *= 2
     return found or [min(spec.node_size, spec.accelerators)]
+
+
+def _kv_tokens(spec: ClusterSpec, tp: int) -> int:
+    """0 where the model does not fit."""
+    try:
+        return spec.times.kv_tokens(tp)
+    except ConfigError:
+        return 0
