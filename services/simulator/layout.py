@@ -62,7 +62,7 @@ class ClusterSpec:
     """K: base version of a step - oldest version of its tokens is at most this, in ASYNC."""
     max_running: int = 256
     """Sequences in one decoding step of an engine."""
-    min_kv_tokens: int = 65_536
+    min_kv_tokens: int = 49_152
     """Degrees whose engine holds fewer are not chosen by searches: the longest sequence must fit beside others."""
     recompute: bool = True
     """KV caches are computed again after a weight update, else kept."""

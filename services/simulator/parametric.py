@@ -94,12 +94,21 @@ class Parametric:
 
     def batch(self, step: int, seed: int) -> list[Episode]:
         """The episodes of a step; the same (step, seed) gives the same ones."""
+        return list(_batch(self, step, seed))
+
+    def _drawn(self, step: int, seed: int) -> list[Episode]:
         rng = np.random.default_rng((seed, step))
         family = self.families[(step // self.family_steps) % len(self.families)]
         latency = self.latency
         if self.shift is not None and step >= self.shift.step:
             latency *= self.shift.latency
         return episodes(family, self.mean(step), self.groups, self.members, rng, prefix=f"s{step}", latency=latency)
+
+
+@lru_cache(maxsize=96)
+def _batch(workload: Parametric, step: int, seed: int) -> tuple[Episode, ...]:
+    """Kept: every policy runs on the same ones, and drawing them costs as much as simulating them."""
+    return tuple(workload._drawn(step, seed))  # noqa: SLF001 - the same module's
 
 
 def episodes(
