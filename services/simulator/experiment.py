@@ -199,8 +199,10 @@ class Cell:
 
 
 REPLAY_ACCELERATORS = 4
-REPLAY_GROUPS_TOKENS = 256
-"""Episodes that a bootstrap sample aims at: as many whole groups."""
+SAMPLE_EPISODES = 256
+"""Episodes that a bootstrap sample aims at, in whole groups, if the file has as many."""
+LATENCIES = (0.0, 1.0, 5.0)
+SCALES = (1.0, 4.0, 10.0)
 
 
 def replay(
@@ -209,8 +211,8 @@ def replay(
     policies: str | Iterable[str] = "all",
     samples: int = 5,
     *,
-    latencies: Sequence[float] = (0.0, 1.0, 5.0),
-    scales: Sequence[float] = (1.0, 4.0, 10.0),
+    latencies: Sequence[float] = LATENCIES,
+    scales: Sequence[float] = SCALES,
     workers: int | None = None,
 ) -> dict[str, Any]:
     """Rollout of recorded episodes on four accelerators, all in flight at once, in each cell latency x scale x profile.
@@ -238,7 +240,7 @@ def _replay_cell(
 ) -> dict[str, Any]:
     chosen = tuple(scaled(episodes, generated=cell.generated, latency=cell.latency))
     groups = len({e.group for e in chosen})
-    count = max(1, min(groups, round(REPLAY_GROUPS_TOKENS * groups / len(chosen))))
+    count = max(1, min(groups, round(SAMPLE_EPISODES * groups / len(chosen))))
     spec = ClusterSpec(times, None, accelerators=REPLAY_ACCELERATORS, node_size=REPLAY_ACCELERATORS)
     workload = Resampled(chosen, count)
     experiment = Experiment(spec, workload, steps=1, first=0, mode=Mode.ROLLOUT, cycle_s=1.0)
