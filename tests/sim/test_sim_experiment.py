@@ -36,7 +36,7 @@ def test_a_comparison_has_every_policy_on_every_seed_with_its_spread():
         assert 0 <= row["idle_training"] < 1
         assert row["makespan_p50_s"] <= row["makespan_p95_s"]
     assert rows["clairvoyant"]["of_bound"] == 1.0
-    assert {s["for"] for s in found["searches"]} == {"homogeneous", "mixed", "colocated"}
+    assert {s["for"] for s in found["searches"]} == {"homogeneous", "mixed", "colocated", "foresight"}
     assert rows["best-homogeneous"]["tokens_per_s"] >= rows["static-uniform"]["tokens_per_s"] * 0.98
 
 

@@ -110,6 +110,7 @@ def test_every_policy_by_name_trains_whole_batches_and_loses_nothing_unless_it_a
             "uniform": uniform(SPEC),
             "homogeneous": Layout((2, 2), 4),
             "mixed": Layout((1, 1, 2), 4),
+            "foresight": Layout((2, 2), 4),
             "colocated": Layout((2, 2, 2, 2), 0),
         }
     )
@@ -232,7 +233,18 @@ def test_the_search_finds_the_degree_and_split_that_are_best_by_construction():
     found = search.best(search.homogeneous_layouts(spec), question, here)
     assert found.layout == Layout((4,), 4)
     assert found.tried == len(search.homogeneous_layouts(spec)) + search.FINALISTS
-    assert search.score(search._Try(Layout((8,), 4), question)) == 0.0
+    assert search.score(search._Try(Layout((8,), 4), question, Policy)) == 0.0
+
+
+def test_the_search_looks_between_the_coarse_splits():
+    spec = ClusterSpec(LinearTimes(), LinearTraining(least=4))
+    assert search.splits(spec) == [4, 12, 20, 32, 40]
+    near = search.neighbours(spec, [Layout((4,) * 7, 20), Layout((8,) * 5, 8 + 4)])
+    assert near == [Layout((4,) * n, 48 - 4 * n) for n in (8, 7, 6, 5)] + [
+        Layout((8,) * 5, 8),
+        Layout((8,) * 4, 12),
+        Layout((8,) * 4, 16),
+    ]
 
 
 def test_candidates_of_searches_are_bounded_and_fit():

@@ -137,8 +137,8 @@ class Libra(Policy):
         )  # fmt: skip
 
     def _estimate(self, item: Trajectory) -> tuple[float, float]:
-        """Kept until the turn ends or REFRESH_TOKENS more were generated: most of a cycle asks again for the same."""
-        key = (item.turns, item.generated // REFRESH_TOKENS)
+        """Kept until the turn ends or an eighth more was generated: most of a cycle asks again for the same."""
+        key = (item.turns, int(6.0 * math.log2(item.generated + REFRESH_TOKENS)))
         kept = self._kept.get(item.index)
         if kept is not None and kept[0] == key:
             return kept[1]

@@ -20,7 +20,7 @@ from services.simulator.policies.synchronous import Colocated, TailBatching
 from services.simulator.processes import Run
 
 Source = str
-"""Where a policy's layout comes from: `homogeneous`, `mixed`, `colocated` (searches), `uniform`, or `own`."""
+"""Where a policy's layout comes from: `homogeneous`, `mixed`, `colocated`, `foresight` (searches), or `uniform`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ POLICIES: Mapping[str, Entry] = {
     "trajectory-priority": Entry(TrajectoryPriority, "homogeneous"),
     "mlfq": Entry(FeedbackQueue, "homogeneous"),
     "tail-batching": Entry(TailBatching, "colocated"),
-    "clairvoyant": Entry(Clairvoyant, "mixed"),
+    "clairvoyant": Entry(Clairvoyant, "foresight"),
 }
 SYNCHRONOUS = ("colocated", "tail-batching")
 
@@ -75,17 +75,25 @@ def layouts(chosen: Iterable[str], question: search.Question, run: Run) -> Layou
     wanted = {POLICIES[name].layout for name in chosen}
     found: dict[Source, Layout] = {"uniform": uniform(question.spec)}
     cost = []
-    if wanted & {"homogeneous", "mixed"}:
-        one = search.best(search.homogeneous_layouts(question.spec), question, run)
+    if wanted & {"homogeneous", "mixed", "foresight"}:
+        one = search.best(
+            search.homogeneous_layouts(question.spec), question, run,
+            refine=lambda leaders: search.neighbours(question.spec, leaders),
+        )  # fmt: skip
         found["homogeneous"] = one.layout
         cost.append(("homogeneous", one.tried, one.steps))
-        if "mixed" in wanted:
+        if wanted & {"mixed", "foresight"}:
             two = search.best(search.mixed_layouts(question.spec, one.layout), question, run)
             found["mixed"] = two.layout
             cost.append(("mixed", two.tried, two.steps))
+            if "foresight" in wanted:
+                finalists = list(dict.fromkeys((*two.finalists, *one.finalists)))
+                best = search.best(finalists, question, run, make=Clairvoyant)
+                found["foresight"] = best.layout
+                cost.append(("foresight", best.tried, best.steps))
     if "colocated" in wanted:
         synchronous = replace(question, mode=Mode.COLOCATED)
-        three = search.best(search.colocated_layouts(question.spec), synchronous, run)
+        three = search.best(search.colocated_layouts(question.spec), synchronous, run, make=Colocated)
         found["colocated"] = three.layout
         cost.append(("colocated", three.tried, three.steps))
     return Layouts(found, tuple(cost))
