@@ -8,7 +8,7 @@ from services.common.errors import ConfigError
 from services.simulator.layout import Layout, Mode
 from services.simulator.policies import search
 from services.simulator.policies.base import Policy
-from services.simulator.policies.clairvoyant import Clairvoyant
+from services.simulator.policies.clairvoyant import VARIANTS, Clairvoyant
 from services.simulator.policies.feedback import FeedbackQueue
 from services.simulator.policies.libra import Libra
 from services.simulator.policies.predictor import LengthPredictor
@@ -29,6 +29,8 @@ class Entry:
 
     make: Callable[[Layout], Policy]
     layout: Source
+    variants: tuple[Callable[[Layout], Policy], ...] = ()
+    """Of a bound: each is run, and the best counts."""
 
 
 POLICIES: Mapping[str, Entry] = {
@@ -44,7 +46,7 @@ POLICIES: Mapping[str, Entry] = {
     "trajectory-priority": Entry(TrajectoryPriority, "homogeneous"),
     "mlfq": Entry(FeedbackQueue, "homogeneous"),
     "tail-batching": Entry(TailBatching, "colocated"),
-    "clairvoyant": Entry(Clairvoyant, "foresight"),
+    "clairvoyant": Entry(Clairvoyant, "foresight", VARIANTS),
 }
 SYNCHRONOUS = ("colocated", "tail-batching")
 
@@ -99,7 +101,8 @@ def layouts(chosen: Iterable[str], question: search.Question, run: Run) -> Layou
     return Layouts(found, tuple(cost))
 
 
-def build(name: str, found: Layouts, given: Layout | None = None) -> Policy:
-    """A fresh policy with the layout of its source, or the one given."""
+def build(name: str, found: Layouts, given: Layout | None = None) -> list[Policy]:
+    """A fresh policy with the layout of its source, or the one given; several of a bound."""
     entry = POLICIES[name]
-    return entry.make(given if given is not None else found.by_source[entry.layout])
+    layout = given if given is not None else found.by_source[entry.layout]
+    return [make(layout) for make in entry.variants or (entry.make,)]
