@@ -152,7 +152,7 @@ def _engine(engine: EngineState, level: int) -> cmlfq.EngineView:
     rate = engine.seconds_per_token or None
     return cmlfq.EngineView(
         name=str(engine.index), run=RUN, level=level, concurrency_cap=engine.max_running, running=engine.assigned,
-        kv_capacity_tokens=engine.kv_capacity, kv_used_tokens=math.ceil(engine.context) + engine.cached,
+        kv_capacity_tokens=engine.kv_capacity, kv_used_tokens=math.ceil(engine.context),
         seconds_per_token=rate, prefill_tokens_per_second=PREFILL_SPEEDUP / rate if rate else None,
         admitting=engine.admitting,
     )  # fmt: skip
