@@ -59,7 +59,8 @@ class Cluster:
         self._trainer = handover.Trainer(layout.training)
         self._update_due = False
         self._wasted = self._moves = self._moved = 0
-        self._relayouts = self._refused = 0
+        self._relayouts = self._refused = self._placed_late = 0
+        self._failed_at: dict[int, float] = {}
         self._done = False
         self._noise: dict[int, float] = {}
 
@@ -90,6 +91,7 @@ class Cluster:
             preemptions=sum(e.preemptions for e in self.engines),
             relayouts=self._relayouts,
             refused=self._refused,
+            placed_late=self._placed_late,
         )
 
     # ---- beginning
@@ -222,6 +224,8 @@ class Cluster:
         seen.since = self.now
         if index != NOWHERE:
             self.engines[index].state.assigned += 1
+            if self.now >= self._failed_at.get(index, NEVER) + self.spec.detect_s:
+                self._placed_late += 1
 
     def _turn_ended(self, sequence: Sequence, engine: Engine) -> None:
         seen, turn = sequence.seen, sequence.current
@@ -533,6 +537,7 @@ class Cluster:
 
     def _fail(self, failure: Any, _: None) -> None:
         engine = self._touch(failure.engine)
+        self._failed_at[failure.engine] = self.now
         if failure.kind == "slow":
             engine.slowdown = failure.factor
             return

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from services.simulator.cluster import Cluster
-from services.simulator.layout import ClusterSpec, Layout, Mode
+from services.simulator.layout import ClusterSpec, Failure, FailureKind, Layout, Mode
 from services.simulator.parametric import CODE, SEARCH, Parametric, Shift
 from services.simulator.policies import registry, search
 from services.simulator.policies.clairvoyant import bound
@@ -113,9 +113,11 @@ def simulate(job: Job) -> RunResult:
 # ---- the cluster of the published evaluation
 
 
-def r2e_experiment(times: EngineTimes, training: TrainingTimes, *, steps: int = 20) -> Experiment:
+def r2e_experiment(
+    times: EngineTimes, training: TrainingTimes, *, steps: int = 20, given: Layout | None = None
+) -> Experiment:
     """48 accelerators in nodes of 8, 32 groups of 16 a step, mean length 2.5K -> 11.5K over 20 steps, staleness 1."""
-    return Experiment(ClusterSpec(times, training), Parametric(), steps=steps)
+    return Experiment(ClusterSpec(times, training), Parametric(), steps=steps, given=given)
 
 
 def shift_experiments(times: EngineTimes, training: TrainingTimes, *, steps: int = 20) -> dict[str, Experiment]:
@@ -135,10 +137,12 @@ def r2e_48(
     seeds: int = 3,
     *,
     steps: int = 20,
+    given: Layout | None = None,
     workers: int | None = None,
 ) -> dict[str, Any]:
     """The preset as a document, see `document`."""
-    return document(compare(r2e_experiment(times, training, steps=steps), policies, seeds, workers=workers))
+    asked = r2e_experiment(times, training, steps=steps, given=given)
+    return document(compare(asked, policies, seeds, workers=workers))
 
 
 def shift_48(
@@ -187,6 +191,56 @@ def _row(own: Compared, bounds: tuple[Figures, ...] | None) -> dict[str, Any]:
     row["preemptions"] = statistics.fmean(r.preemptions for r in own.runs)
     row["relayouts"] = statistics.fmean(r.relayouts for r in own.runs)
     return row
+
+
+# ---- failures
+
+FAILS_AT_S = 60.0
+KINDS: tuple[FailureKind, ...] = ("die", "hang", "slow")
+
+
+def failures_4(
+    times: EngineTimes, policies: str | Iterable[str] = "all", seeds: int = 3, *, workers: int | None = None
+) -> dict[str, Any]:
+    """One of four TP1 workers dies, hangs or slows to a quarter a minute after 256 episodes began.
+
+    Rows `{name, kind, total_s, without_s, ratio, placed_late}`: seconds with the failure, with three workers from the
+    start, their ratio, and trajectories placed on the worker after it should have been noticed; means over the seeds.
+    """
+    chosen = [name for name in registry.names(policies) if name not in registry.SYNCHRONOUS]
+    cases = [*(_failing(times, kind, 4) for kind in KINDS), _failing(times, None, 3)]
+    jobs = [
+        (case, name, registry.Layouts({}), seed) for name in chosen for case in cases for seed in range(1, seeds + 1)
+    ]
+    with runner(workers) as run:
+        results = iter(run(simulate, jobs))
+    rows = []
+    for name in chosen:
+        *failed, without = [[next(results) for _ in range(seeds)] for _ in cases]
+        rows += [_failure_row(name, kind, runs, without) for kind, runs in zip(KINDS, failed, strict=True)]
+    return {"policies": rows}
+
+
+def _failing(times: EngineTimes, kind: FailureKind | None, workers: int) -> Experiment:
+    failures = (Failure(workers - 1, kind, FAILS_AT_S),) if kind is not None else ()
+    spec = ClusterSpec(times, None, accelerators=workers, node_size=workers, failures=failures)
+    workload = Parametric(groups=16, mean_start=2_500.0, mean_end=2_500.0)
+    given = Layout((1,) * workers, 0)
+    return Experiment(spec, workload, steps=1, first=0, mode=Mode.ROLLOUT, given=given, cycle_s=1.0)
+
+
+def _failure_row(name: str, kind: str, runs: list[RunResult], without: list[RunResult]) -> dict[str, Any]:
+    total = statistics.fmean(r.since(0).total_s for r in runs)
+    least = statistics.fmean(r.since(0).total_s for r in without)
+    late = statistics.fmean(r.placed_late for r in runs)
+    return {
+        "name": name,
+        "kind": kind,
+        "total_s": total,
+        "without_s": least,
+        "ratio": total / least,
+        "placed_late": late,
+    }
 
 
 # ---- replay of recorded episodes

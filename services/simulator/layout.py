@@ -1,5 +1,6 @@
 """Accelerators and what they are given to: the cluster's specification, layouts, and where engines fit."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -7,6 +8,8 @@ from typing import Literal
 
 from services.common.errors import ConfigError
 from services.simulator.times import EngineTimes, TrainingTimes
+
+FailureKind = Literal["die", "hang", "slow"]
 
 
 class Mode(Enum):
@@ -39,13 +42,24 @@ class Layout:
         counts = {tp: self.engines.count(tp) for tp in sorted(set(self.engines))}
         return f"{self.training} training, " + (" + ".join(f"{n}xTP{tp}" for tp, n in counts.items()) or "no engine")
 
+    @classmethod
+    def parse(cls, text: str) -> "Layout":
+        """What `words` writes. Raises ConfigError."""
+        whole = re.fullmatch(r"\s*(\d+)\s+training\s*,(.*)", text)
+        parts = whole.group(2).split("+") if whole else []
+        engines = [re.fullmatch(r"\s*(\d+)\s*xTP(\d+)\s*", part) for part in parts]
+        if whole is None or not all(engines):
+            raise ConfigError(f"layout {text!r}: expected such as '24 training, 8xTP1 + 2xTP2'")
+        degrees = (int(m[2]) for m in engines if m for _ in range(int(m[1])))
+        return cls(tuple(degrees), int(whole.group(1)))
+
 
 @dataclass(frozen=True, slots=True)
 class Failure:
     """What befalls the engine of an index: it dies, hangs (answers nothing, generates nothing) or slows by a factor."""
 
     engine: int
-    kind: Literal["die", "hang", "slow"]
+    kind: FailureKind
     at_s: float
     factor: float = 4.0
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from services.simulator import anchors, experiment, profiles
 from services.simulator.anchors import Anchor
+from services.simulator.layout import Layout
 from services.simulator.steptimes import ModelledEngine
 from services.simulator.trainingtimes import ModelledTraining
 
@@ -37,6 +38,8 @@ class Asked:
     seeds: int = 3
     steps: int = 20
     workers: int | None = None
+    layout: Layout | None = None
+    """Of all policies but the synchronous ones, in the place of their own."""
 
     def times(self) -> tuple[ModelledEngine, ModelledTraining]:
         """Of the model on the profile's machines."""
@@ -57,7 +60,9 @@ def anchors_preset(asked: Asked) -> Shown:
 
 def r2e_preset(asked: Asked) -> Shown:
     """Policies on 48 accelerators, lengths drifting."""
-    found = experiment.r2e_48(*asked.times(), asked.policies, asked.seeds, steps=asked.steps, workers=asked.workers)
+    found = experiment.r2e_48(
+        *asked.times(), asked.policies, asked.seeds, steps=asked.steps, given=asked.layout, workers=asked.workers
+    )
     return Shown({"profile": asked.profile, **found}, tuple(_compared(f"r2e-48 on {asked.profile}", found)))
 
 
@@ -68,10 +73,19 @@ def shift_preset(asked: Asked) -> Shown:
     return Shown({"profile": asked.profile, **found}, tuple(tables))
 
 
+def failures_preset(asked: Asked) -> Shown:
+    """One of four workers fails."""
+    found = experiment.failures_4(asked.times()[0], asked.policies, asked.seeds, workers=asked.workers)
+    columns = ("name", "kind", "total_s", "without_s", "ratio", "placed_late")
+    rows = tuple(tuple(row[c] for c in columns) for row in found["policies"])
+    return Shown({"profile": asked.profile, **found}, (Table(f"failures-4 on {asked.profile}", columns, rows),))
+
+
 PRESETS: dict[str, Callable[[Asked], Shown]] = {
     "anchors": anchors_preset,
     "r2e-48": r2e_preset,
     "shift-48": shift_preset,
+    "failures-4": failures_preset,
 }
 
 COLUMNS = (

@@ -50,6 +50,8 @@ class RunResult:
     preemptions: int
     """Engines that ran out of KV cache and stopped a sequence."""
     relayouts: int
+    placed_late: int
+    """Placements on an engine that had failed at least `detect_s` before."""
     refused: int
     """Plans that could not be placed."""
 

@@ -155,7 +155,8 @@ def test_the_replay_command_prints_the_document_or_tables(tmp_path, capsys):
         (["replay", "{file}", "--profile", "b200"], "no profile 'b200'"),
         (["replay", "{file}.none"], "cannot be read"),
         (["replay", "{file}", "--scale", "0"], "scale of generated 0"),
-        (["simulate", "--preset", "r2e-49"], "expected one of anchors, r2e-48, shift-48"),
+        (["simulate", "--preset", "r2e-48", "--layout", "8xTP1"], "expected such as '24 training, 8xTP1 + 2xTP2'"),
+        (["simulate", "--preset", "r2e-49"], "expected one of anchors, r2e-48, shift-48, failures-4"),
     ],
 )
 def test_wrong_input_ends_with_2_and_says_what_was_expected(tmp_path, capsys, arguments, words):
@@ -172,3 +173,17 @@ def test_recorded_episodes_replay_on_modelled_hardware(capsys):
     assert main(["replay", path, *arguments, "--scale", "1", "--samples", "2", "--workers", "1", "--json"]) == 0
     [cell] = json.loads(capsys.readouterr().out)["cells"]
     assert all(row["makespan_s"] >= cell["bound_s"] for row in cell["policies"])
+
+
+def test_a_layout_is_read_as_it_is_written():
+    for layout in (Layout((1,) * 8 + (2, 2, 4), 24), Layout((8,), 0)):
+        assert Layout.parse(layout.words()) == layout
+
+
+def test_failures_are_compared_with_a_fleet_that_never_had_the_worker():
+    found = experiment.failures_4(LinearTimes(), "static-uniform", 1, workers=1)
+    rows = {row["kind"]: row for row in found["policies"]}
+    assert list(rows) == ["die", "hang", "slow"]
+    assert rows["die"]["placed_late"] == rows["hang"]["placed_late"] == 0
+    assert rows["slow"]["ratio"] > 1.5, "nobody notices: what it has takes four times as long"
+    assert 0.7 < rows["die"]["ratio"] < 1.3
