@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from services.simulator import ladder
 from services.simulator.cluster import Cluster
 from services.simulator.layout import ClusterSpec, Failure, FailureKind, Layout, Mode
 from services.simulator.parametric import CODE, SEARCH, Parametric, Shift
@@ -140,9 +141,10 @@ def r2e_48(
     given: Layout | None = None,
     workers: int | None = None,
 ) -> dict[str, Any]:
-    """The preset as a document, see `document`."""
+    """The preset as a document, see `document`; with `published`, ratios given and got."""
     asked = r2e_experiment(times, training, steps=steps, given=given)
-    return document(compare(asked, policies, seeds, workers=workers))
+    found = document(compare(asked, policies, seeds, workers=workers))
+    return {**found, "published": ladder.rungs(found["policies"])}
 
 
 def shift_48(

@@ -63,7 +63,9 @@ def r2e_preset(asked: Asked) -> Shown:
     found = experiment.r2e_48(
         *asked.times(), asked.policies, asked.seeds, steps=asked.steps, given=asked.layout, workers=asked.workers
     )
-    return Shown({"profile": asked.profile, **found}, tuple(_compared(f"r2e-48 on {asked.profile}", found)))
+    return Shown(
+        {"profile": asked.profile, **found}, (*_compared(f"r2e-48 on {asked.profile}", found), _published(found))
+    )
 
 
 def shift_preset(asked: Asked) -> Shown:
@@ -92,6 +94,11 @@ COLUMNS = (
     "name", "tokens_per_s", "spread", "of_bound", "makespan_p50_s", "makespan_p95_s", "idle_rollout", "idle_training",
     "migrated_ratio", "max_staleness", "from_start", "layout",
 )  # fmt: skip
+
+
+def _published(found: dict[str, Any]) -> Table:
+    rows = tuple((r["name"], r["given"], r["got"], r["source"]) for r in found["published"])
+    return Table("Published ratios", ("ratio", "given", "got", "source"), rows)
 
 
 def _compared(title: str, found: dict[str, Any]) -> list[Table]:

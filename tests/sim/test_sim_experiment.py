@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from services.ops.__main__ import main
-from services.simulator import experiment
+from services.simulator import experiment, ladder
 from services.simulator.experiment import Experiment, compare, document
 from services.simulator.layout import ClusterSpec, Layout, Mode
 from services.simulator.parametric import Parametric
@@ -78,6 +78,17 @@ def test_the_preset_has_the_published_size():
     assert asked.workload.mean(19) == pytest.approx(11_500)
     found = experiment.r2e_48(LinearTimes(), LinearTraining(), "static-uniform", 1, steps=3, workers=1)
     assert [row["name"] for row in found["policies"]] == ["static-uniform"]
+    assert found["published"] == []
+
+
+def test_published_ratios_are_set_beside_those_that_were_got():
+    rates = {"best-homogeneous": 300.0, "static-uniform": 200.0, "libra": 500.0}
+    rows = {r["name"]: r for r in ladder.rungs({"name": n, "tokens_per_s": r} for n, r in rates.items())}
+    assert {n: r["got"] for n, r in rows.items()} == {
+        "homogeneous planner over static uniform": 1.5,
+        "all over static uniform": 2.5,
+    }
+    assert rows["all over static uniform"]["given"] == 1.8
 
 
 def test_the_shift_preset_has_both_workloads():
