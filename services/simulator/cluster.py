@@ -25,8 +25,8 @@ from services.simulator.workload import Episode, Workload
 
 NOISE = 0.7
 """Standard deviation of the log of a one-shot prediction: half of all are off by more than a factor of 1.6."""
-MAX_EVENTS = 100_000_000
-"""A simulation that takes more is stuck."""
+MAX_IDLE = 1_000
+"""Decisions in a row that answer nothing while nothing else is to happen: it is stuck."""
 
 
 class Cluster:
@@ -62,17 +62,16 @@ class Cluster:
         self._relayouts = self._refused = self._placed_late = 0
         self._failed_at: dict[int, float] = {}
         self._done = False
+        self._idle = 0
         self._noise: dict[int, float] = {}
 
     def run(self) -> RunResult:
         """Runs all steps. Raises RuntimeError if nothing can go on before they are done."""
         self._begin()
         events = self._events
-        handled = 0
         while not self._done:
-            if not events or handled > MAX_EVENTS:
+            if not events:
                 raise RuntimeError(self._stuck())
-            handled += 1
             self.now, _, handler, first, second = heapq.heappop(events)
             self.view.now = self.now
             handler(first, second)
@@ -259,7 +258,7 @@ class Cluster:
         if index != seen.engine:
             self._move(sequence, index)
         elif sequence.copied_at > self.now:
-            self._at(sequence.copied_at, self._arrived, sequence, index)
+            self._at(sequence.copied_at, self._arrived, sequence, sequence.copied_at)
         else:
             self._touch(index).submit(sequence)
 
@@ -277,11 +276,12 @@ class Cluster:
     def _move(self, sequence: Sequence, target: int) -> None:
         """From its engine to another (NOWHERE: the queue), with the cheaper of copying and computing its KV cache."""
         seen, source = sequence.seen, sequence.seen.engine
-        if target == source:
-            return
+        if target == source or (target != NOWHERE and not self.engines[target].state.admitting):
+            return  # it was asked for when the target still served
         engine = self._touch(source)
         held = engine.take(sequence)
         sequence.pending = None
+        sequence.copied_at = 0.0
         self._settle_home(seen, target)
         seen.moves += 1
         self._moves += 1
@@ -298,14 +298,14 @@ class Cluster:
         if not sequence.ready:
             return
         if sequence.copied_at > self.now:
-            self._at(sequence.copied_at, self._arrived, sequence, target)
+            self._at(sequence.copied_at, self._arrived, sequence, sequence.copied_at)
         else:
             there.submit(sequence)
 
-    def _arrived(self, sequence: Sequence, index: int) -> None:
-        """The copy of the KV cache is there."""
-        if sequence.seen.engine == index and sequence.ready and sequence.seen.index in self._sequences:
-            self._touch(index).submit(sequence)
+    def _arrived(self, sequence: Sequence, copied_at: float) -> None:
+        """The copy of the KV cache is there, unless it was sent elsewhere since."""
+        if sequence.copied_at == copied_at and sequence.seen.index in self._sequences:
+            self._touch(sequence.seen.engine).submit(sequence)
 
     def _decide(self, _: None, __: None) -> None:
         assert self.policy.decide_every_s is not None
@@ -313,7 +313,11 @@ class Cluster:
         for engine in self.engines:
             if engine.state.alive:
                 self._touch(engine.state.index).present()
-        for action in self.policy.decide(self.view):
+        actions = self.policy.decide(self.view)
+        self._idle = self._idle + 1 if not actions and len(self._events) == 1 else 0
+        if self._idle > MAX_IDLE:
+            raise RuntimeError(self._stuck())
+        for action in actions:
             sequence = self._sequences[action.trajectory.index]
             if isinstance(action, Assign):
                 self._assign(sequence, action.engine)
@@ -516,7 +520,7 @@ class Cluster:
         """Takes an engine away; its trajectories keep their tokens and go elsewhere."""
         engine = self._touch(index)
         engine.state.alive = engine.state.admitting = False
-        for sequence in engine.all_sequences():
+        for sequence in self._homed(index):
             self._evacuate(sequence, engine, lost=False)
         engine.stopped_at = self.now + self.spec.times.sleep_s(engine.state.tp)
 
@@ -524,6 +528,7 @@ class Cluster:
         seen = sequence.seen
         engine.take(sequence)
         sequence.pending = None
+        sequence.copied_at = 0.0
         if lost and sequence.ready:
             made = sequence.current.generated - sequence.left
             seen.generated -= made
@@ -549,12 +554,12 @@ class Cluster:
         engine = self._touch(index)
         engine.state.alive = engine.state.admitting = False
         engine.stopped_at = self.now
-        homeless = engine.all_sequences()
-        for sequence in self._sequences.values():
-            if sequence.seen.engine == index and sequence not in homeless:
-                homeless.append(sequence)
-        for sequence in homeless:
+        for sequence in self._homed(index):
             self._evacuate(sequence, engine, lost=True)
+
+    def _homed(self, index: int) -> list[Sequence]:
+        """All whose engine it is, also those in a tool call or on their way to it, in order of admission."""
+        return [sequence for sequence in self._sequences.values() if sequence.seen.engine == index]
 
     # ---- foresight
 

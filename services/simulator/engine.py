@@ -187,14 +187,6 @@ class Engine:
                 sequence.mark += made  # as much as its context: the base stays
         self.state.context = self._held()
 
-    def running(self) -> list[Sequence]:
-        """In order of admission."""
-        return list(self._running)
-
-    def all_sequences(self) -> list[Sequence]:
-        """Running, waiting and cached ones, in that order."""
-        return [*self._running, *self._waiting, *(s for s in self._cached if not s.ready)]
-
     def update(self, version: int, seconds: float, *, recompute: bool) -> None:
         """New weights: a pause and, with `recompute`, the KV cache of everything here is computed again."""
         self.state.version = version
@@ -207,10 +199,6 @@ class Engine:
             tokens = sequence.seen.context
             self._stall += self._times.prefill_s(self.state.tp, tokens, 0.0) * self.slowdown
             self.prefilled += tokens
-
-    def stall(self, seconds: float) -> None:
-        """A pause of everything here."""
-        self._stall += seconds
 
     def _held(self) -> float:
         """Tokens of the running contexts, now."""

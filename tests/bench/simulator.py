@@ -1,6 +1,6 @@
 """Prints what a simulated step costs: 48 accelerators, 512 multi-turn trajectories, least-loaded routing and ours.
 
-    python -m tests.bench.simulator [--steps 6] [--repeat 5] [--profile]
+    python -m tests.bench.simulator [--steps 3] [--repeat 3] [--profile]
 
 Mean lengths as in the middle of the r2e-48 preset; the episodes are drawn beforehand. CPU seconds of one process for
 each training step, median over the repetitions. Not a test: it asserts only that all steps were taken.
@@ -45,8 +45,8 @@ def step_s(
 def main() -> None:
     """Prints a line for each layout and policy."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--profile", action="store_true")
     asked = parser.parse_args()
     hardware, model = profiles.profile("a100-modelled").hardware, profiles.model("qwen3-14b")

@@ -12,7 +12,7 @@ from services.common.errors import ConfigError
 from services.simulator.cluster import Cluster
 from services.simulator.layout import ClusterSpec, Failure, Layout, Mode, check, place
 from services.simulator.parametric import Parametric
-from services.simulator.policies.base import Policy
+from services.simulator.policies.base import Move, Policy
 from services.simulator.policies.synchronous import Colocated, TailBatching
 from services.simulator.trajectory import NOWHERE
 from services.simulator.workload import Fixed
@@ -149,8 +149,6 @@ def test_a_move_costs_the_cheaper_of_copying_and_computing():
             return 0 if trajectory.turns == 0 else NOWHERE
 
         def decide(self, view):
-            from services.simulator.policies.base import Move
-
             if self.asked:
                 return ()
             self.asked = True
@@ -166,6 +164,55 @@ def test_a_move_costs_the_cheaper_of_copying_and_computing():
     # after 1 s the context is 100 + 90 (the first 0.1 s was prefill)
     assert ended(0.05, 0.001) == (pytest.approx(at_first + 10.0 + 0.05), 0, 1)
     assert ended(5.0, 0.001) == (pytest.approx(at_first + 10.0 + 0.19), 190, 1)
+
+
+class Once(Policy):
+    """Asks for the given move of every trajectory once, at the first decision."""
+
+    decide_every_s = 1.0
+
+    def __init__(self, layout, target, *, at_turn_end):
+        super().__init__(layout)
+        self._move = (target, at_turn_end)
+        self._asked = False
+
+    def place(self, view, trajectory):
+        able = [e.index for e in view.admitting()]
+        return able[0] if able else NOWHERE
+
+    def decide(self, view):
+        if self._asked:
+            return ()
+        self._asked = True
+        return [Move(t, self._move[0], at_turn_end=self._move[1]) for t in view.live.values()]
+
+
+def test_a_move_to_an_engine_that_is_gone_by_then_is_not_made():
+    spec = ClusterSpec(
+        ConstantTimes(step=0.01), None, accelerators=2, node_size=2, failures=(Failure(1, "die", 1.5),), detect_s=1.0
+    )
+    cluster, result = rollout(spec, [episode("a", 1_000, 100)], Once(Layout((1, 1), 0), 1, at_turn_end=True))
+    assert result.moves == 0
+    assert result.steps[-1].ended_at == pytest.approx(10.0 + 1.0 + 1.0)
+
+
+class Removing(Watched):
+    def _begin(self):
+        super()._begin()
+        self._at(2.0, lambda _a, _b: self._remove(1), None, None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "failures"), [(Watched, (Failure(1, "die", 2.0),)), (Removing, ())], ids=["lost", "taken away"]
+)
+def test_one_on_its_way_to_an_engine_that_goes_continues_elsewhere(kind, failures):
+    times = ConstantTimes(step=0.01, move=5.0, prefill=1.0)
+    spec = ClusterSpec(times, None, accelerators=2, node_size=2, failures=failures, detect_s=1.0)
+    policy = Once(Layout((1, 1), 0), 1, at_turn_end=False)
+    cluster, result = rollout(spec, [episode("a", 200, prompt=1)], policy, kind=kind)
+    assert result.moves == 1
+    assert cluster.engines[1].generated == 0
+    assert cluster.engines[0].generated == 200
 
 
 class Replanning(Policy):
@@ -246,5 +293,8 @@ def test_a_policy_that_places_nothing_is_told_so():
             return NOWHERE
 
     spec = ClusterSpec(ConstantTimes(), None, accelerators=1, node_size=1)
-    with pytest.raises(RuntimeError, match="1 queued, 1 engines admit"):
-        rollout(spec, [episode("a", 5)], Idle(Layout((1,), 0)))
+    for every in (None, 1.0):
+        policy = Idle(Layout((1,), 0))
+        policy.decide_every_s = every
+        with pytest.raises(RuntimeError, match="1 queued, 1 engines admit"):
+            rollout(spec, [episode("a", 5)], policy)
