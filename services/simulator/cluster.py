@@ -234,6 +234,7 @@ class Cluster:
             self._ended(sequence, engine)
             return
         sequence.left = sequence.current.generated
+        sequence.kept = 0
         sequence.ready = False
         seen.in_tool = True
         self._at(self.now + turn.latency_s, self._returned, sequence, None)
@@ -280,6 +281,7 @@ class Cluster:
             return  # it was asked for when the target still served
         engine = self._touch(source)
         held = engine.take(sequence)
+        self._hand_in(sequence)
         sequence.pending = None
         sequence.copied_at = 0.0
         self._settle_home(seen, target)
@@ -530,15 +532,21 @@ class Cluster:
         sequence.pending = None
         sequence.copied_at = 0.0
         if lost and sequence.ready:
-            made = sequence.current.generated - sequence.left
+            made = sequence.current.generated - sequence.kept - sequence.left
             seen.generated -= made
             seen.context -= made
             sequence.left += made
             self._wasted += made
+        self._hand_in(sequence)
         self._settle_home(seen, NOWHERE)
         self._moved += seen.context
         if sequence.ready:
             self._place(sequence)
+
+    def _hand_in(self, sequence: Sequence) -> None:
+        """What it has of its turn is a segment from now on."""
+        if sequence.ready:
+            sequence.kept = sequence.current.generated - sequence.left
 
     def _fail(self, failure: Any, _: None) -> None:
         engine = self._touch(failure.engine)

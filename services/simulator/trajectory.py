@@ -66,6 +66,7 @@ class Sequence:
         "copied_at",
         "end",
         "episode",
+        "kept",
         "left",
         "mark",
         "pending",
@@ -84,6 +85,8 @@ class Sequence:
         """The turn under way."""
         self.left = episode.turns[0].generated
         """Tokens of it still to be generated when it last started on an engine."""
+        self.kept = 0
+        """Tokens of it that were handed in when it last changed engines: no failure loses them."""
         self.mark = 0.0
         """The engine's progress when it started there."""
         self.end = 0.0

@@ -206,7 +206,7 @@ class Removing(Watched):
     ("kind", "failures"), [(Watched, (Failure(1, "die", 2.0),)), (Removing, ())], ids=["lost", "taken away"]
 )
 def test_one_on_its_way_to_an_engine_that_goes_continues_elsewhere(kind, failures):
-    times = ConstantTimes(step=0.01, move=5.0, prefill=1.0)
+    times = ConstantTimes(step=0.01, move=5.0, prefill=0.1)
     spec = ClusterSpec(times, None, accelerators=2, node_size=2, failures=failures, detect_s=1.0)
     policy = Once(Layout((1, 1), 0), 1, at_turn_end=False)
     cluster, result = rollout(spec, [episode("a", 200, prompt=1)], policy, kind=kind)
