@@ -7,6 +7,7 @@ nothing is queued, those that would end last move where they end sooner by more 
 Greedy is not optimal, so that knowledge is tried in several ways (VARIANTS) and each run's best counts.
 """
 
+from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
@@ -24,6 +25,9 @@ MARGIN = 1.25
 """A move gains at least so many times its cost."""
 MAX_MOVES = 8
 """In one decision."""
+MAX_LOOKED_AT = 48
+"""Of those that end last, in one decision."""
+STRETCHES = 8
 SLOTS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
 """Numbers of sequences tried for an engine's best rate in `bound`."""
 
@@ -31,31 +35,38 @@ SLOTS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
 class _Engine:
     """What an engine has, as it will be."""
 
-    __slots__ = ("fill", "members", "state", "times")
+    __slots__ = ("fill", "members", "middle", "state", "times")
 
     def __init__(self, state: EngineState, times: EngineTimes, fill: float) -> None:
         self.state = state
         self.fill = fill
         self.times = times
         self.members: list[tuple[float, float]] = []
-        """(tokens still to be generated, context), most tokens first."""
+        """(tokens still to be generated, context), fewest tokens first."""
+        self.middle = 0.0
+        """Sum of contexts at the middle of what is left."""
 
     def step_s(self, remaining: float, context: float) -> float:
-        """Seconds of a token with one more, contexts at the middle of what is left."""
-        middle = sum(c + r / 2 for r, c in self.members) + context + remaining / 2
+        """Seconds of a token with one more."""
+        middle = self.middle + context + remaining / 2
         return self.times.decode_s(self.state.tp, len(self.members) + 1, middle)
 
     def ends_s(self, remaining: float, context: float) -> float:
-        """Seconds until all are done with one more: stretches between ends, each with those that are left."""
+        """Seconds until all are done with one more: stretches between ends, each with those that are left; every
+        STRETCHES-th part of the members is taken to end together.
+        """
         decode, tp = self.times.decode_s, self.state.tp
         members = self._with(remaining, context)
         held, total, shorter = sum(c for _, c in members), 0.0, 0.0
-        for count in range(len(members), 0, -1):
-            left, own = members[count - 1]
-            if left > shorter:
-                total += (left - shorter) * decode(tp, count, held + count * (left + shorter) / 2)
-                shorter = left
-            held -= own
+        part = -(-len(members) // STRETCHES)
+        for first in range(0, len(members), part):
+            chunk = members[first : first + part]
+            count, longest = len(members) - first, chunk[-1][0]
+            # half of the chunk has gone by the middle of the stretch, if it ends evenly
+            running = count - (len(chunk) - 1) / 2
+            total += (longest - shorter) * decode(tp, round(running), held + running * (longest + shorter) / 2)
+            shorter = longest
+            held -= sum(c for _, c in chunk)
         return total
 
     def holds(self, remaining: float, context: float) -> bool:
@@ -64,7 +75,7 @@ class _Engine:
             return False
         limit = self.fill * self.state.kv_capacity
         contexts = 0.0
-        for count, (left, held) in enumerate(self._with(remaining, context), start=1):
+        for count, (left, held) in enumerate(reversed(self._with(remaining, context)), start=1):
             contexts += held
             if contexts + count * left > limit:
                 return False
@@ -72,10 +83,13 @@ class _Engine:
 
     def add(self, remaining: float, context: float) -> None:
         """One more."""
-        self.members = self._with(remaining, context)
+        insort(self.members, (remaining, context))
+        self.middle += context + remaining / 2
 
     def _with(self, remaining: float, context: float) -> list[tuple[float, float]]:
-        return sorted([*self.members, (remaining, context)], reverse=True)
+        members = self.members.copy()
+        insort(members, (remaining, context))
+        return members
 
 
 class Clairvoyant(Policy):
@@ -83,7 +97,7 @@ class Clairvoyant(Policy):
 
     name = "clairvoyant"
     foresight: Foresight = "exact"
-    decide_every_s = 5.0
+    decide_every_s = 10.0
 
     def __init__(self, layout: Layout, fill: float = EXACT) -> None:
         super().__init__(layout)
@@ -127,7 +141,8 @@ class Clairvoyant(Policy):
             return ()
         engines = self._engines(view)
         moves: list[Assign | Move] = []
-        for trajectory in self._ordered(t for t in view.live.values() if t.engine in engines):
+        placed = self._ordered(t for t in view.live.values() if t.engine in engines)
+        for trajectory in placed[:MAX_LOOKED_AT]:
             if len(moves) == MAX_MOVES:
                 break
             target = self._better(trajectory, engines)
@@ -142,11 +157,11 @@ class Clairvoyant(Policy):
         now = here.state.seconds_per_token
         best, least = None, 0.0
         for engine in engines.values():
-            if engine is here or not engine.holds(left, context):
+            if engine is here:
                 continue
             gain = left * (now - engine.step_s(left, context))
             gain -= MARGIN * engine.times.prefill_s(engine.state.tp, context, 0.0)
-            if gain > least:
+            if gain > least and engine.holds(left, context):
                 best, least = engine, gain
         if best is not None and least > 0.05 * left * now:
             best.add(left, context)
@@ -161,9 +176,7 @@ class Clairvoyant(Policy):
         engines = {e.index: _Engine(e, self._spec.times, self._fill) for e in view.admitting()}
         for trajectory in view.live.values():
             if trajectory.engine in engines:
-                engines[trajectory.engine].members.append((self._remaining(trajectory), float(trajectory.context)))
-        for engine in engines.values():
-            engine.members.sort(reverse=True)
+                engines[trajectory.engine].add(self._remaining(trajectory), float(trajectory.context))
         return engines
 
 
