@@ -101,11 +101,17 @@ def _published(found: dict[str, Any]) -> Table:
     return Table("Published ratios", ("ratio", "given", "got", "source"), rows)
 
 
+HEADS = (
+    "policy", "tokens/s", "spread", "of bound", "p50 s", "p95 s", "idle rollout", "idle training", "migrated",
+    "staleness", "from start", "layout",
+)  # fmt: skip
+
+
 def _compared(title: str, found: dict[str, Any]) -> list[Table]:
     rows = [tuple("-" if row[c] is None else row[c] for c in COLUMNS) for row in found["policies"]]
     searched = tuple((s["for"], s["layouts"], s["steps"]) for s in found["searches"])
     return [
-        Table(title, COLUMNS, tuple(rows)),
+        Table(title, HEADS, tuple(rows)),
         Table("Searches", ("for", "layouts tried", "steps simulated"), searched),
     ]
 

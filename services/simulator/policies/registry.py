@@ -44,7 +44,7 @@ POLICIES: Mapping[str, Entry] = {
     "published-cmlfq": Entry(PublishedQueue, "mixed"),
     "sibling-history": Entry(SiblingHistory, "homogeneous"),
     "trajectory-priority": Entry(TrajectoryPriority, "homogeneous"),
-    "mlfq": Entry(FeedbackQueue, "homogeneous"),
+    "mlfq": Entry(FeedbackQueue, "mixed"),
     "tail-batching": Entry(TailBatching, "colocated"),
     "clairvoyant": Entry(Clairvoyant, "foresight", VARIANTS),
 }
