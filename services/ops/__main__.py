@@ -9,7 +9,7 @@ from services.common import log
 from services.common.errors import ConfigError, LibraError
 from services.ops import render
 from services.ops.cluster import ClusterFailed
-from services.ops.commands import bench, changes, processes, reads, runs, simulation
+from services.ops.commands import bench, changes, processes, reads, replay, runs, simulation
 
 INTERRUPTED = 130
 CONFIG = 2
@@ -38,6 +38,7 @@ app.command()(changes.reassign)
 app.command()(changes.preempt)
 app.command()(simulation.simulate)
 app.command()(simulation.calibrate)
+app.command()(replay.replay)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -4,8 +4,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from services.simulator import anchors
+from services.simulator import anchors, experiment, profiles
 from services.simulator.anchors import Anchor
+from services.simulator.layout import Layout
+from services.simulator.steptimes import ModelledEngine
+from services.simulator.trainingtimes import ModelledTraining
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,14 +28,92 @@ class Shown:
     tables: tuple[Table, ...]
 
 
-def anchors_preset() -> Shown:
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a preset may be told; `anchors` takes none of it."""
+
+    profile: str = anchors.MODELLED
+    model: str = anchors.POLICY
+    policies: str = "all"
+    seeds: int = 3
+    steps: int = 20
+    workers: int | None = None
+    layout: Layout | None = None
+    """Of all policies but the synchronous ones, in the place of their own."""
+
+    def times(self) -> tuple[ModelledEngine, ModelledTraining]:
+        """Of the model on the profile's machines."""
+        hardware, model = profiles.profile(self.profile).hardware, profiles.model(self.model)
+        return ModelledEngine(hardware, model), ModelledTraining(hardware, model)
+
+
+DEFAULTS = Asked()
+
+
+def anchors_preset(asked: Asked) -> Shown:
     """Published times and ratios, given and got."""
+    del asked
     found = anchors.collect()
     rows = [{key: value for key, value in asdict(a).items() if key != "group"} for a in found]
     return Shown({"anchors": rows}, (_summary(found), _figures(found)))
 
 
-PRESETS: dict[str, Callable[[], Shown]] = {"anchors": anchors_preset}
+def r2e_preset(asked: Asked) -> Shown:
+    """Policies on 48 accelerators, lengths drifting."""
+    found = experiment.r2e_48(
+        *asked.times(), asked.policies, asked.seeds, steps=asked.steps, given=asked.layout, workers=asked.workers
+    )
+    return Shown(
+        {"profile": asked.profile, **found}, (*_compared(f"r2e-48 on {asked.profile}", found), _published(found))
+    )
+
+
+def shift_preset(asked: Asked) -> Shown:
+    """Policies on 48 accelerators under an abrupt shift, and with two families of tasks in turn."""
+    found = experiment.shift_48(*asked.times(), asked.policies, asked.seeds, steps=asked.steps, workers=asked.workers)
+    tables = [t for name, one in found.items() for t in _compared(f"{name} on {asked.profile}", one)]
+    return Shown({"profile": asked.profile, **found}, tuple(tables))
+
+
+def failures_preset(asked: Asked) -> Shown:
+    """One of four workers fails."""
+    found = experiment.failures_4(asked.times()[0], asked.policies, asked.seeds, workers=asked.workers)
+    columns = ("name", "kind", "total_s", "without_s", "ratio", "placed_late")
+    rows = tuple(tuple(row[c] for c in columns) for row in found["policies"])
+    return Shown({"profile": asked.profile, **found}, (Table(f"failures-4 on {asked.profile}", columns, rows),))
+
+
+PRESETS: dict[str, Callable[[Asked], Shown]] = {
+    "anchors": anchors_preset,
+    "r2e-48": r2e_preset,
+    "shift-48": shift_preset,
+    "failures-4": failures_preset,
+}
+
+COLUMNS = (
+    "name", "tokens_per_s", "spread", "of_bound", "makespan_p50_s", "makespan_p95_s", "idle_rollout", "idle_training",
+    "migrated_ratio", "max_staleness", "from_start", "layout",
+)  # fmt: skip
+
+
+def _published(found: dict[str, Any]) -> Table:
+    rows = tuple((r["name"], r["given"], r["got"], r["source"]) for r in found["published"])
+    return Table("Published ratios", ("ratio", "given", "got", "source"), rows)
+
+
+HEADS = (
+    "policy", "tokens/s", "spread", "of bound", "p50 s", "p95 s", "idle rollout", "idle training", "migrated",
+    "staleness", "from start", "layout",
+)  # fmt: skip
+
+
+def _compared(title: str, found: dict[str, Any]) -> list[Table]:
+    rows = [tuple("-" if row[c] is None else row[c] for c in COLUMNS) for row in found["policies"]]
+    searched = tuple((s["for"], s["layouts"], s["steps"]) for s in found["searches"])
+    return [
+        Table(title, HEADS, tuple(rows)),
+        Table("Searches", ("for", "layouts tried", "steps simulated"), searched),
+    ]
 
 
 def _summary(found: Sequence[Anchor]) -> Table:

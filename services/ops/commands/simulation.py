@@ -13,18 +13,30 @@ from services.ops.commands.options import Json
 from services.simulator import calibrate as fitting
 from services.simulator import presets, profiles
 from services.simulator.calibrate import Fit
+from services.simulator.layout import Layout
 from services.simulator.profiles import EngineConstants, HardwareFile
+
+Workers = Annotated[int | None, typer.Option("--workers", min=1, help="Processes; default: one a core.")]
 
 
 def simulate(
     preset: Annotated[str, typer.Option("--preset", help=f"One of {', '.join(presets.PRESETS)}.")],
+    profile: Annotated[str, typer.Option("--profile", help="Machines: a name or a file.")] = presets.DEFAULTS.profile,
+    model: Annotated[str, typer.Option("--model", help="A model: a name or a file.")] = presets.DEFAULTS.model,
+    policies: Annotated[str, typer.Option("--policies", help="all, or names with commas between.")] = "all",
+    seeds: Annotated[int, typer.Option("--seeds", min=1, help="Runs of each policy.")] = presets.DEFAULTS.seeds,
+    steps: Annotated[int, typer.Option("--steps", min=2, help="Training steps of a run.")] = presets.DEFAULTS.steps,
+    layout: Annotated[str, typer.Option("--layout", help="Of r2e-48, for all: '24 training, 8xTP1 + 2xTP4'.")] = "",
+    workers: Workers = None,
     json: Json = False,
 ) -> None:
     """Simulates a named scenario on modelled hardware; no cluster is needed."""
     run = presets.PRESETS.get(preset)
     if run is None:
         raise ConfigError(f"--preset {preset!r}: expected one of {', '.join(presets.PRESETS)}")
-    shown = run()
+    shown = run(
+        presets.Asked(profile, model, policies, seeds, steps, workers, Layout.parse(layout) if layout else None)
+    )
     if json:
         render.document(shown.document)
         return

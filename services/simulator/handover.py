@@ -1,0 +1,81 @@
+"""Accelerators between roles: which engines go and come for a new layout, and the trainers as one party."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from services.common.errors import ConfigError
+from services.simulator.engine import EngineState
+from services.simulator.layout import ClusterSpec, Layout, Mode, check, place
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Engines to take away, by index, and to start: (degree, node)."""
+
+    removed: tuple[int, ...]
+    added: tuple[tuple[int, int], ...]
+
+
+def change(
+    engines: Sequence[EngineState], present: Layout, wanted: Layout, spec: ClusterSpec, mode: Mode
+) -> Change | None:
+    """The fewest engines stopped and started for a layout, the least loaded first; None if it cannot be had."""
+    del present
+    try:
+        check(wanted, spec, mode)
+    except ConfigError:
+        return None
+    left = list(wanted.engines)
+    removed, kept = [], []
+    for engine in sorted((e for e in engines if e.alive), key=lambda e: (-e.assigned, e.index)):
+        if engine.tp in left:
+            left.remove(engine.tp)
+            kept.append((engine.tp, engine.node))
+        else:
+            removed.append(engine.index)
+    nodes = place(left, kept, spec)
+    if nodes is None:
+        return None
+    return Change(tuple(sorted(removed)), tuple(zip(left, nodes, strict=True)))
+
+
+class Trainer:
+    """All training replicas: one step at a time."""
+
+    def __init__(self, accelerators: int) -> None:
+        self.accelerators = accelerators
+        self.busy = False
+        self.ready_at = 0.0
+        self._busy_s = 0.0
+        self._held_s = 0.0
+        self._since = 0.0
+        self._step: tuple[float, int] = (0.0, 0)
+
+    def begin(self, start: float, seconds: float, accelerators: int) -> None:
+        """A step of so many seconds from `start` on so many accelerators."""
+        del start
+        self.busy = True
+        self._step = (seconds, accelerators)
+
+    def end(self) -> None:
+        """It has ended."""
+        self.busy = False
+        self._busy_s += self._step[0] * self._step[1]
+
+    def wait_until(self, time: float) -> None:
+        """No step starts earlier."""
+        self.ready_at = max(self.ready_at, time)
+
+    def resize(self, accelerators: int, now: float, ready: float) -> None:
+        """Another number of accelerators, from now; those that come can be used from `ready` on."""
+        self._held_s += (now - self._since) * self.accelerators
+        self._since = now
+        if accelerators > self.accelerators:
+            self.wait_until(ready)
+        self.accelerators = accelerators
+
+    def seconds(self, now: float, always: int | None) -> tuple[float, float]:
+        """Accelerator-seconds busy and held until now. `always`: held all the time, whatever the layout says."""
+        if always is not None:
+            return self._busy_s, now * always
+        return self._busy_s, self._held_s + (now - self._since) * self.accelerators

@@ -1,0 +1,1 @@
+"""Scheduling policies, ours and published ones, behind the interface of `base`."""

@@ -1,0 +1,126 @@
+"""Reader of recorded agent episodes, schema `agentic-traj/1` (JSON lines).
+
+Line 1 is a header with `schema`; each further line is one episode:
+
+    {"id", "group", "prompt", "turns": [{"gen", "tool", "out", "lat_s", "obs"}, ...]}
+
+tokens and seconds; `tool` null = no call; `lat_s` null = not measured: drawn here once, from the quantile table of the
+tool, so that every policy sees the same seconds. `lat_kind` "measured_incl_llm_gate" is drawn anew as well. Fields that
+are not named here are notes and are passed over.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from services.common.errors import ConfigError
+from services.simulator.latency import table_of
+from services.simulator.workload import OUTCOMES, Episode, Turn
+
+SCHEMA = "agentic-traj/1"
+UNKNOWN_S = -1.0
+GATED = "measured_incl_llm_gate"
+
+
+def read(path: Path, rng: np.random.Generator) -> list[Episode]:
+    """All episodes of a file, in its order; missing latencies drawn from `rng`.
+
+    Raises ConfigError naming the line, what is wrong there and what was expected.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read as text: {error}") from error
+    if not lines:
+        raise ConfigError(f"{path}: empty; expected a header line with schema {SCHEMA!r}, then one episode a line")
+    header = _object(lines[0], path, 1)
+    if header.get("schema") != SCHEMA:
+        raise ConfigError(f"{path}:1: schema is {header.get('schema')!r}, expected {SCHEMA!r}")
+    episodes: list[Episode] = []
+    seen: dict[str, int] = {}
+    for number, line in enumerate(lines[1:], start=2):
+        if not line.strip():
+            continue
+        episode = _episode(_object(line, path, number), f"{path}:{number}")
+        if episode.id in seen:
+            raise ConfigError(f"{path}:{number}: id {episode.id!r} was used on line {seen[episode.id]}; ids are unique")
+        seen[episode.id] = number
+        episodes.append(episode)
+    if not episodes:
+        raise ConfigError(f"{path}: has a header and no episode; expected one a line from line 2 on")
+    return [_drawn(episode, rng) for episode in episodes]
+
+
+def _object(line: str, path: Path, number: int) -> dict[str, Any]:
+    try:
+        content = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path}:{number}: not JSON at column {error.colno}: {error.msg}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}:{number}: {type(content).__name__} where a JSON object was expected")
+    return content
+
+
+def _episode(content: Mapping[str, Any], where: str) -> Episode:
+    turns = _field(content, "turns", list, where)
+    if not turns:
+        raise ConfigError(f"{where}: turns is empty; expected at least one turn")
+    return Episode(
+        id=_field(content, "id", str, where),
+        group=_field(content, "group", str, where),
+        prompt=_count(content, "prompt", where),
+        turns=tuple(_turn(turn, f"{where}: turns[{at}]") for at, turn in enumerate(turns)),
+    )
+
+
+def _turn(content: Any, where: str) -> Turn:
+    if not isinstance(content, dict):
+        raise ConfigError(f"{where}: {content!r} where an object with gen, tool, out, lat_s, obs was expected")
+    tool = content.get("tool")
+    if tool is not None and not isinstance(tool, str):
+        raise ConfigError(f"{where}: tool is {tool!r}, expected a name or null")
+    outcome = content.get("out") or "ok"
+    if outcome not in OUTCOMES:
+        raise ConfigError(f"{where}: out is {outcome!r}, expected one of {', '.join(OUTCOMES)}")
+    return Turn(
+        _count(content, "gen", where), tool or "", outcome, _latency(content, where), _count(content, "obs", where)
+    )
+
+
+def _latency(content: Mapping[str, Any], where: str) -> float:
+    seconds = content.get("lat_s")
+    if seconds is None or content.get("lat_kind") == GATED:
+        return UNKNOWN_S if content.get("tool") else 0.0
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds < float("inf"):
+        raise ConfigError(f"{where}: lat_s is {seconds!r}, expected seconds >= 0 or null")
+    return float(seconds)
+
+
+def _count(content: Mapping[str, Any], name: str, where: str) -> int:
+    value = _field(content, name, int, where)
+    if isinstance(value, bool) or value < 0:
+        raise ConfigError(f"{where}: {name} is {value!r}, expected a number of tokens >= 0")
+    return int(value)
+
+
+def _field(content: Mapping[str, Any], name: str, kind: type, where: str) -> Any:
+    if name not in content:
+        raise ConfigError(f"{where}: {name} is missing; expected {kind.__name__}")
+    if not isinstance(content[name], kind):
+        raise ConfigError(f"{where}: {name} is {content[name]!r}, expected {kind.__name__}")
+    return content[name]
+
+
+def _drawn(episode: Episode, rng: np.random.Generator) -> Episode:
+    """Missing latencies drawn, one draw a turn."""
+    if all(turn.latency_s != UNKNOWN_S for turn in episode.turns):
+        return episode
+    turns = (
+        replace(t, latency_s=float(table_of(t.tool).draw(rng, 1)[0])) if t.latency_s == UNKNOWN_S else t
+        for t in episode.turns
+    )
+    return replace(episode, turns=tuple(turns))
