@@ -7,14 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.scheduler.core.costmodel import DEFAULT_HANDOVER_S, CostModel, Layout
-from services.scheduler.core.planner import (
-    AcceleratorView,
-    PlanInput,
-    PlannerSettings,
-    PlannerState,
-    layout_of,
-    plan,
-)
+from services.scheduler.core.pacing import PlannerSettings, PlannerState
+from services.scheduler.core.planner import AcceleratorView, PlanInput, layout_of, plan
 
 
 def model(parallel=4.0, serial=0.2, rates=((0, 1_000.0), (1, 700.0)), tokens=4_000, tail=0.0):

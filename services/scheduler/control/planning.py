@@ -15,7 +15,8 @@ from services.scheduler.core.costmodel import CostModel, Layout, Prediction
 from services.scheduler.core.lifecycle import REASSIGNMENT
 from services.scheduler.core.model import Plan, Reassignment
 from services.scheduler.core.occupancy import Occupancy
-from services.scheduler.core.planner import AcceleratorView, PlannerSettings, PlannerState, PlanResult
+from services.scheduler.core.pacing import PlannerSettings, PlannerState
+from services.scheduler.core.planner import AcceleratorView, PlanResult
 from services.scheduler.core.reason import Reason
 
 _log = log.get(__name__)

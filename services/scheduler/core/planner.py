@@ -1,8 +1,9 @@
-"""Which accelerators train and which generate: all splits of the hybrid ones, judged by the cost model over a horizon.
+"""Which single accelerators train and which generate: all splits of the hybrid ones, judged by observed rates alone.
 
-The choice is made among every number of hybrid accelerators given to training (their levels as configured), so the
-present layout and the best homogeneous one are always among the alternatives. Tensor-parallel shapes and micro-batch
-budgets are carried by replicas but fixed here; searching them jointly belongs to a later version of this function.
+For fleets whose replicas are one accelerator each and for which no profile is known; `relayout.plan` plans split,
+tensor parallelism and replicas jointly from a profile. The choice is made among every number of hybrid accelerators
+given to training (their levels as configured), so the present layout and the best homogeneous one are always among the
+alternatives.
 
 A move is proposed only if
 
@@ -19,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from services.scheduler.core.costmodel import NEVER_S, CostModel, Layout, Prediction
+from services.scheduler.core.pacing import Pace, PlannerSettings, PlannerState, blocked
 from services.scheduler.core.reason import Reason
 
 MAX_ALTERNATIVES = 15
@@ -38,21 +40,6 @@ class AcceleratorView:
     movable: bool
     level: int
     since: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class PlannerSettings:
-    """Settings of the planner; seconds, counts and shares."""
-
-    horizon_s: float = 60.0
-    cooldown_s: float = 20.0
-    hysteresis: float = 0.1
-    confirmations: int = 2
-    max_moves_per_window: int = 6
-    window_s: float = 300.0
-    min_trainers: int = 1
-    min_rollouts: int = 1
-    min_steps: int = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,14 +94,6 @@ class PlanResult:
     reason: Reason
 
 
-@dataclass(slots=True)
-class PlannerState:
-    """Which direction won, and how often in a row."""
-
-    direction: str = ""
-    wins: int = 0
-
-
 def plan(given: PlanInput, model: CostModel, settings: PlannerSettings, state: PlannerState) -> PlanResult:
     """Judges all splits and proposes at most one move; `state` counts confirmations."""
     present = layout_of(given.accelerators)
@@ -125,23 +104,20 @@ def plan(given: PlanInput, model: CostModel, settings: PlannerSettings, state: P
     uniform = _homogeneous(given, model, settings)
     considered = sorted(judged, key=lambda a: -a.prediction.trained_tokens_per_second)
     others = tuple(a for a in considered if a is not best)[: MAX_ALTERNATIVES - len(uniform)] + uniform
-    blocked = _blocked(given, model, settings)
-    move = None if blocked or best.layout == present else _move(given, here, model, settings)
+    why_not = _blocked(given, model, settings)
+    move = None if why_not or best.layout == present else _move(given, here, model, settings)
     if move is None:
-        if not blocked:
-            state.direction, state.wins = "", 0
-        reason = blocked or Reason(
+        if not why_not:
+            state.reset()
+        reason = why_not or Reason(
             "BALANCED",
             f"{_words(present)} is within the cost of a move of the best ({_words(best.layout)})",
             {"present": here.prediction.trained_tokens_per_second, "best": best.prediction.trained_tokens_per_second},
         )
         return PlanResult(best, here, others, (), reason)
-    state.wins = state.wins + 1 if state.direction == move.to_role else 1
-    state.direction = move.to_role
-    if state.wins < settings.confirmations:
+    if not state.confirmed(move.to_role, settings.confirmations):
         text = f"{move.reason.text}; seen {state.wins} of {settings.confirmations} times"
         return PlanResult(best, here, others, (), Reason("CONFIRMING", text, move.reason.numbers))
-    state.direction, state.wins = "", 0
     return PlanResult(best, here, others, (move,), move.reason)
 
 
@@ -221,22 +197,8 @@ def _words(layout: Layout) -> str:
 
 def _blocked(given: PlanInput, model: CostModel, settings: PlannerSettings) -> Reason | None:
     """Why nothing may move now, if so."""
-    if given.busy:
-        return Reason("HANDOVER", "a hand-over is under way")
-    if given.steps_seen < settings.min_steps or not model.ready:
-        return Reason(
-            "NO_EVIDENCE", f"{given.steps_seen} of {settings.min_steps} steps seen, both phases must have run"
-        )
-    if given.last_moves and given.steps_since_move < settings.min_steps:
-        return Reason("SETTLING", f"{given.steps_since_move} of {settings.min_steps} steps seen since the last move")
-    recent = [t for t in given.last_moves if given.now - t < settings.window_s]
-    if recent and given.now - max(recent) < settings.cooldown_s:
-        return Reason(
-            "COOLDOWN", f"moved {given.now - max(recent):.0f} s ago; cool-down is {settings.cooldown_s:.0f} s"
-        )
-    if len(recent) >= settings.max_moves_per_window:
-        return Reason("RATE", f"{len(recent)} moves within {settings.window_s:.0f} s, as many as allowed")
-    return None
+    pace = Pace(given.now, given.steps_seen, given.steps_since_move, given.last_moves, given.busy)
+    return blocked(pace, settings, ready=model.ready)
 
 
 def _move(given: PlanInput, here: Alternative, model: CostModel, settings: PlannerSettings) -> MoveProposal | None:
