@@ -6,6 +6,7 @@ tell another what it takes. Lengths are tokens; 0 is allowed (a sequence without
 
 import heapq
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 
 def _checked(lengths: Sequence[int]) -> None:
@@ -51,6 +52,34 @@ def imbalance(lengths: Sequence[int], count: int) -> float:
         return 1.0
     heaviest = max(sum(lengths[i] for i in part) for part in shards(lengths, count))
     return heaviest * count / total
+
+
+@dataclass(frozen=True, slots=True)
+class ShardReport:
+    """How evenly sequences lie over replicas."""
+
+    tokens: tuple[int, ...]
+    """Of each rank."""
+    longest: int
+    """Tokens of the longest sequence: no heaviest shard is lighter."""
+
+    @property
+    def imbalance(self) -> float:
+        """Heaviest over mean: the others wait for (imbalance - 1) / imbalance of the time that they are at work."""
+        total = sum(self.tokens)
+        return max(self.tokens) * len(self.tokens) / total if total else 1.0
+
+    @property
+    def excess(self) -> float:
+        """Heaviest over max(mean, longest), below which no division comes: what better sharding could gain at most."""
+        least = max(sum(self.tokens) / len(self.tokens), self.longest)
+        return max(self.tokens) / least if least else 1.0
+
+
+def report(lengths: Sequence[int], count: int) -> ShardReport:
+    """Of `shards`."""
+    parts = shards(lengths, count)
+    return ShardReport(tuple(sum(lengths[i] for i in part) for part in parts), max(lengths, default=0))
 
 
 def pack(lengths: Sequence[int], budget: int) -> tuple[tuple[int, ...], ...]:
