@@ -1,0 +1,292 @@
+"""Whether to change the layout of the fleet, to which one, and by which moves.
+
+The best layout is searched for at the lengths expected in the middle of the horizon (`drift`). It is moved to if
+
+    gain (tokens per second more, over the horizon, drift included)  >  cost x (1 + hysteresis)
+    cost = for each move: (hand-over + start) seconds x what its accelerators contribute now
+           + a pause of the trainers where their group changes
+
+and the relative gain is at least `min_gain`, with evidence, confirmations, cool-down and rate as in `pacing`. A change
+is a sequence of moves, each safe while it is under way (`placement`); a sequence longer than the window allows is begun
+if its first part pays by itself. A layout that cannot be reached safely is passed over for the next best, and the
+reason is told.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from services.scheduler.core.costmodel import DEFAULT_HANDOVER_S, NEVER_S
+from services.scheduler.core.demand import Demand
+from services.scheduler.core.drift import MAX_DRIFT
+from services.scheduler.core.layouts import Best, Job, Judge, Judged, search
+from services.scheduler.core.pacing import Pace, PlannerSettings, PlannerState, blocked
+from services.scheduler.core.placement import Limits, Move, Safety, Steps, order, place
+from services.scheduler.core.planner import REGROUP_S
+from services.scheduler.core.rates import EngineKind, EngineRates, TrainerKind, TrainerRates
+from services.scheduler.core.reason import Reason
+from services.scheduler.core.topology import Fleet, FleetLayout, Kind
+
+ALTERNATIVES = 8
+"""Layouts shown beside the chosen, the present and the best homogeneous one."""
+CANDIDATES = 4
+"""Best layouts for which safe moves are looked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """All that a plan rests on."""
+
+    fleet: Fleet
+    demand: Demand
+    engines: Mapping[EngineKind, EngineRates]
+    """Of every kind that may be chosen and every kind there is; corrected (`rates.EngineBook`)."""
+    trainers: Mapping[TrainerKind, TrainerRates]
+    pace: Pace
+    drift: float = 0.0
+    """Of the log of the mean length, a step."""
+    imbalance: float = 1.0
+    steps_left: float = math.inf
+    handover_s: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of a hand-over by role that the accelerators come to, as observed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Considered:
+    """A layout that was considered."""
+
+    label: str
+    judged: Judged
+    reason: Reason
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedMove:
+    """One hand-over, in its place in the sequence."""
+
+    move: Move
+    layout: FleetLayout
+    """After it."""
+    cost_tokens: float
+    reason: Reason
+
+
+@dataclass(frozen=True, slots=True)
+class Relayout:
+    """The layout that is best by the model, what else was considered, and the moves to make now, in turn."""
+
+    chosen: Considered
+    present: Considered
+    alternatives: tuple[Considered, ...]
+    moves: tuple[PlannedMove, ...]
+    gain_tokens: float
+    cost_tokens: float
+    horizon_s: float
+    reason: Reason
+
+
+@dataclass(frozen=True, slots=True)
+class _Horizon:
+    """Jobs at the beginning, the middle and the end of it."""
+
+    seconds: float
+    jobs: tuple[Job, Job, Job]
+
+    def rates(self, layouts: Sequence[FleetLayout]) -> list[float]:
+        """Mean tokens per second of each over the horizon, by Simpson's rule."""
+        found = [0.0] * len(layouts)
+        for job, weight in zip(self.jobs, (1 / 6, 4 / 6, 1 / 6), strict=True):
+            seconds = Judge(job).seconds(layouts, all_of_them=True)
+            for at, layout in enumerate(layouts):
+                if seconds[layout] < NEVER_S:
+                    found[at] += weight * job.demand.tokens / seconds[layout]
+        return found
+
+
+def plan(given: Situation, settings: PlannerSettings, state: PlannerState) -> Relayout:
+    """Searches, judges and proposes; `state` counts confirmations. ValueError if a replica's kind has no rates."""
+    _check(given)
+    here = given.fleet.present
+    horizon = _horizon(given, settings)
+    job = horizon.jobs[1]
+    best = search(given.fleet, job, alternatives=ALTERNATIVES, seeds=(here,))
+    present = Judge(job).judged(here)
+    why_not = blocked(given.pace, settings, ready=True)
+    if best.chosen is None:
+        text = "no layout of this fleet keeps its floors and holds the longest sequence"
+        return _stay(present, None, best, horizon, why_not or Reason("NO_LAYOUT", text))
+    if why_not is not None:
+        return _stay(present, best.chosen, best, horizon, why_not)
+    found = _proposal(given, settings, best, present, horizon)
+    if isinstance(found, Reason):
+        state.reset()
+        return _stay(present, best.chosen, best, horizon, found)
+    if not state.confirmed(_direction(here, found.chosen.judged.layout), _needed(given, settings)):
+        text = f"{found.reason.text}; seen {state.wins} of {settings.confirmations} times"
+        return replace(found, moves=(), reason=Reason("CONFIRMING", text, found.reason.numbers))
+    return found
+
+
+def _check(given: Situation) -> None:
+    known = {*given.engines, *given.trainers}
+    for replica in given.fleet.replicas:
+        kind = given.fleet.kind(replica)
+        if kind not in known:
+            raise ValueError(
+                f"replica {replica.name!r} is of kind {kind}, which has no rates; add it to the profile's table"
+            )
+
+
+def _horizon(given: Situation, settings: PlannerSettings) -> _Horizon:
+    """At most what is left of the run; drift is bounded, since it does not go on for ever."""
+    job = Job(
+        given.demand, given.engines, given.trainers, given.imbalance, settings.min_trainers, settings.min_rollouts
+    )
+    step_s = Judge(job).seconds([given.fleet.present], all_of_them=True)[given.fleet.present]
+    seconds = min(settings.horizon_s, given.steps_left * step_s)
+    steps = seconds / step_s
+    most = math.log(MAX_DRIFT)
+    grown = [math.exp(min(most, max(-most, given.drift * steps * share))) for share in (0.5, 1.0)]
+    middle, end = (replace(job, demand=given.demand.scaled(factor)) for factor in grown)
+    return _Horizon(seconds, (job, middle, end))
+
+
+def _proposal(
+    given: Situation, settings: PlannerSettings, best: Best, present: Judged, horizon: _Horizon
+) -> Relayout | Reason:
+    """The best layout that can be reached safely and pays; or why there is none."""
+    here, first = given.fleet.present, best.chosen
+    assert first is not None
+    unsafe: Reason | None = None
+    for candidate in [c for c in (first, *best.others) if c.layout != here][:CANDIDATES]:
+        if _relative(candidate, present) < settings.min_gain:
+            break
+        found = _sequence(given, settings, candidate, horizon)
+        if isinstance(found, Reason):
+            unsafe = unsafe or found
+            continue
+        return _weighed(given, settings, best, present, horizon, (candidate, found))
+    if unsafe is not None:
+        return Reason(unsafe.code, f"{first.layout.words()} would be better, but {unsafe.text}", unsafe.numbers)
+    return _balanced(present, first)
+
+
+def _sequence(given: Situation, settings: PlannerSettings, candidate: Judged, horizon: _Horizon) -> Steps | Reason:
+    """Safe moves to a layout, as many as the window allows; or why there are none."""
+    job = horizon.jobs[1]
+    limits = Limits(settings.min_trainers, settings.min_rollouts, job.demand.longest_context)
+    judge = Judge(job)
+    moves = place(given.fleet, candidate.layout)
+    if not moves:
+        return Reason("NO_PLACE", f"{candidate.layout.words()} has no place in the fleet as it is")
+
+    def worth(layout: FleetLayout) -> float:
+        return -judge.seconds([layout], all_of_them=True)[layout]
+
+    steps = order(given.fleet, moves, Safety(limits, given.engines, given.trainers), worth)
+    allowed = given.pace.allowance(settings)
+    return steps.unsafe or Steps(steps.moves[:allowed], steps.layouts[:allowed], None)
+
+
+def _weighed(
+    given: Situation, settings: PlannerSettings, best: Best, present: Judged, horizon: _Horizon,
+    candidate: tuple[Judged, Steps],
+) -> Relayout | Reason:  # fmt: skip
+    """Gain against cost of these moves."""
+    chosen, (moves, layouts) = candidate[0], (candidate[1].moves, candidate[1].layouts)
+    rates = horizon.rates([given.fleet.present, layouts[-1]])
+    costs = [_cost(given, m, rates[0]) for m in moves]
+    gain, cost = (rates[-1] - rates[0]) * horizon.seconds, sum(costs)
+    numbers = {
+        "gain_tokens": gain, "cost_tokens": cost, "tokens_per_s": rates[0], "predicted_tokens_per_s": rates[-1],
+        "horizon_s": horizon.seconds, "moves": float(len(moves)),
+    }  # fmt: skip
+    text = (
+        f"{given.fleet.present.words()} gives {rates[0]:.0f} tokens/s over the next {horizon.seconds:.0f} s; "
+        f"{layouts[-1].words()} would give {rates[-1]:.0f}: {gain:.0f} tokens more for {cost:.0f} that "
+        f"{len(moves)} moves cost"
+    )
+    if gain <= cost * (1 + settings.hysteresis) or rates[-1] < rates[0] * (1 + settings.min_gain):
+        return Reason("BALANCED", f"{text}; not worth it", numbers)
+    planned = tuple(
+        PlannedMove(move, layout, c, Reason("GAIN", _move_words(move), {"cost_tokens": c}))
+        for move, layout, c in zip(moves, layouts, costs, strict=True)
+    )
+    stay = _stay(present, chosen, best, horizon, Reason("GAIN", text, numbers))
+    return replace(stay, moves=planned, gain_tokens=gain, cost_tokens=cost)
+
+
+def _cost(given: Situation, move: Move, rate: float) -> float:
+    """Tokens that are not trained meanwhile: the share of each role that moves, for as long as it takes."""
+    sources = [given.fleet.replica[name] for name in move.sources]
+    here = given.fleet.present
+    moving = {role: sum(len(r.accelerators) for r in sources if r.role == role) for role in ("TRAINER", "ROLLOUT")}
+    share = max(moving["TRAINER"] / max(1, here.training), moving["ROLLOUT"] / max(1, here.rollout))
+    seconds = max(
+        (given.handover_s.get(t.role, DEFAULT_HANDOVER_S) + _start_s(given, t.kind) for t in move.targets), default=0.0
+    )
+    trains = moving["TRAINER"] or any(t.role == "TRAINER" for t in move.targets)
+    return rate * (share * seconds + (REGROUP_S if trains else 0.0))
+
+
+def _start_s(given: Situation, kind: Kind) -> float:
+    return given.trainers[kind].start_s if isinstance(kind, TrainerKind) else given.engines[kind].start_s
+
+
+def _needed(given: Situation, settings: PlannerSettings) -> int:
+    """Confirmations; a shift is evidence enough."""
+    return 1 if given.pace.shifted else settings.confirmations
+
+
+def _direction(here: FleetLayout, there: FleetLayout) -> str:
+    if there.training != here.training:
+        return "TRAINER" if there.training > here.training else "ROLLOUT"
+    return "SHAPE"
+
+
+def _relative(candidate: Judged, present: Judged) -> float:
+    rate = present.prediction.trained_tokens_per_second
+    return math.inf if rate <= 0 else candidate.prediction.trained_tokens_per_second / rate - 1.0
+
+
+def _balanced(present: Judged, best: Judged) -> Reason:
+    rates = [j.prediction.trained_tokens_per_second for j in (present, best)]
+    text = f"{present.layout.words()} gives {rates[0]:.0f} tokens/s, the best ({best.layout.words()}) {rates[1]:.0f}"
+    return Reason("BALANCED", text, {"present": rates[0], "best": rates[1]})
+
+
+def _stay(present: Judged, chosen: Judged | None, best: Best, horizon: _Horizon, reason: Reason) -> Relayout:
+    """Nothing moves."""
+    shown = _considered("present", present, chosen)
+    top = shown if chosen is None or chosen.layout == present.layout else _considered("best", chosen, None)
+    others = [_considered("present", present, chosen)] if top is not shown else []
+    if best.homogeneous is not None:
+        others.append(_considered("homogeneous-best", best.homogeneous, chosen))
+    seen = {present.layout, *(() if chosen is None else (chosen.layout,))}
+    for number, judged in enumerate((j for j in best.others if j.layout not in seen), 1):
+        others.append(_considered(f"alternative-{number}", judged, chosen))
+    return Relayout(top, shown, tuple(others), (), 0.0, 0.0, horizon.seconds, reason)
+
+
+def _considered(label: str, judged: Judged, chosen: Judged | None) -> Considered:
+    prediction = judged.prediction
+    rate, train_s = prediction.trained_tokens_per_second, prediction.train_seconds
+    train = "never" if train_s >= NEVER_S else f"{train_s:.1f} s"
+    rollout = "never" if prediction.rollout_seconds >= NEVER_S else f"{prediction.rollout_seconds:.1f} s"
+    text = f"{judged.layout.words()}: {rate:.0f} tokens/s, bound by {judged.bound} (rollout {rollout}, training {train}"
+    text += f", tail {prediction.tail_seconds:.1f} s)"
+    if chosen is not None and chosen.layout != judged.layout:
+        behind = 1.0 - rate / max(chosen.prediction.trained_tokens_per_second, 1e-9)
+        text += f"; {behind:.1%} behind the best"
+    numbers = {
+        "tokens_per_s": rate, "rollout_s": prediction.rollout_seconds, "train_s": train_s,
+        "tail_s": prediction.tail_seconds,
+    }  # fmt: skip
+    return Considered(label, judged, Reason("ALTERNATIVE", text, numbers))
+
+
+def _move_words(move: Move) -> str:
+    made = ", ".join(
+        f"{'trainer' if t.role == 'TRAINER' else 'engine'} on {'+'.join(t.accelerators)}" for t in move.targets
+    )
+    return f"{', '.join(move.sources) or 'idle accelerators'} -> {made or 'idle'}"
