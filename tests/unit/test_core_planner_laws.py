@@ -1,4 +1,7 @@
-"""The planner's laws over random clusters, models and time: what it may never do, however the numbers fall."""
+"""The planner's laws over random clusters, models and time: what it may never do, however the numbers fall.
+
+First of single accelerators (`planner.plan`), then of whole layouts (`relayout.plan`).
+"""
 
 import dataclasses
 import math
@@ -9,15 +12,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.scheduler.core import relayout
 from services.scheduler.core.costmodel import NEVER_S, CostModel
-from services.scheduler.core.planner import (
-    MAX_ALTERNATIVES,
-    AcceleratorView,
-    PlanInput,
-    PlannerSettings,
-    PlannerState,
-    layout_of,
-    plan,
+from services.scheduler.core.pacing import Pace, PlannerSettings, PlannerState
+from services.scheduler.core.placement import Limits, Progress, Safety, after
+from services.scheduler.core.planner import MAX_ALTERNATIVES, AcceleratorView, PlanInput, layout_of, plan
+from services.scheduler.core.topology import Fleet, Replica
+from tests.support.fleets import (
+    AT_ONCE,
+    DEMANDS,
+    PENALTIES,
+    SLOW,
+    demand,
+    engine_rates,
+    fleet,
+    situation,
+    trainer_rates,
 )
 
 POOLS = st.sampled_from(["HYBRID", "HYBRID", "CORE_TRAINING", "CORE_ROLLOUT"])
@@ -208,3 +218,248 @@ def test_with_no_accelerator_there_is_a_plan_that_moves_nothing():
     result = plan(PlanInput(0.0, (), 1, 10, 10), model_of([1.0], 1.0, 0.0, 10, None), PlannerSettings(), PlannerState())
     assert result.moves == ()
     assert result.chosen.layout == result.present.layout == layout_of([])
+
+
+# ---- whole layouts
+
+TRAINING = st.lists(st.sampled_from([2, 4]), max_size=2)
+ENGINES = st.lists(st.sampled_from([1, 1, 2, 4]), max_size=4)
+PACES = st.builds(
+    Pace, now=st.just(1_000.0), steps_seen=st.integers(0, 6), steps_since_move=st.integers(0, 6),
+    last_moves=st.lists(st.floats(700.0, 1_000.0), max_size=4).map(tuple), busy=st.booleans(), shifted=st.booleans(),
+)  # fmt: skip
+LAYOUT_RULES = st.builds(
+    PlannerSettings,
+    confirmations=st.integers(1, 2), min_trainers=st.integers(0, 3), min_rollouts=st.integers(0, 3),
+    min_steps=st.integers(0, 4), hysteresis=st.floats(0.0, 1.0), horizon_s=st.floats(10.0, 10_000.0),
+    max_moves_per_window=st.integers(1, 4), cooldown_s=st.floats(0.0, 100.0),
+)  # fmt: skip
+
+
+def packed(trainers, engines):
+    """Three nodes of four: trainers on the first, engines on the second, as many as there is room for."""
+    names, replicas = [a.name for a in fleet(nodes=3).accelerators], []
+    for role, start, sizes in (("TRAINER", 0, trainers), ("ROLLOUT", 4, engines)):
+        at = start
+        for number, width in enumerate(sizes):
+            if at + width <= start + 4:
+                replicas.append(Replica(f"{role[0].lower()}{number}", role, tuple(names[at : at + width])))
+                at += width
+    return Fleet(fleet(nodes=3).accelerators, tuple(replicas))
+
+
+@settings(max_examples=50, deadline=None)
+@given(TRAINING, ENGINES, DEMANDS, PENALTIES, SLOW, LAYOUT_RULES, PACES, st.floats(-0.3, 0.3))
+def test_laws_of_every_relayout(trainers, engines, work, penalty, heavy, rules, pace, drift):
+    here = packed(trainers, engines)
+    given_ = situation(
+        here, demand=work, engines=engine_rates(penalty=penalty), trainers=trainer_rates(slow=heavy), pace=pace,
+        drift=drift,
+    )  # fmt: skip
+    found = relayout.plan(given_, rules, PlannerState())
+    # what is shown
+    shown = (found.chosen, found.present, *found.alternatives)
+    assert found.present.judged.layout == here.present
+    assert all(c.reason.code and c.reason.text for c in shown)
+    assert found.reason.code
+    assert all(math.isfinite(n) for n in numbers_of(found) if n != math.inf)
+    assert all("nan" not in c.reason.text and " inf" not in c.reason.text for c in shown)
+    best = found.chosen.judged.prediction.trained_tokens_per_second
+    assert best >= max(c.judged.prediction.trained_tokens_per_second for c in shown) * (1 - 2e-4)
+    # what moves
+    if pace.busy or pace.steps_seen < rules.min_steps:
+        assert found.moves == ()
+    if not found.moves:
+        return
+    recent = [t for t in pace.last_moves if 1_000.0 - t < rules.window_s]
+    assert len(found.moves) + len(recent) <= rules.max_moves_per_window
+    assert all(1_000.0 - t >= rules.cooldown_s for t in recent)
+    assert found.gain_tokens > found.cost_tokens * (1 + rules.hysteresis)
+    assert found.reason.code == "GAIN"
+    limits = Limits(rules.min_trainers, rules.min_rollouts, work.longest_context)
+    safety, there = Safety(limits, given_.engines, given_.trainers), here
+    for planned in found.moves:
+        assert Progress(there, safety).unsafe(planned.move) is None
+        there = after(there, planned.move, safety)
+        assert there.present == planned.layout
+        assert planned.reason.text
+
+
+@settings(max_examples=12, deadline=None)
+@given(DEMANDS, PENALTIES, SLOW, st.randoms(use_true_random=False))
+def test_the_order_of_input_does_not_matter(work, penalty, heavy, rng):
+    here = packed([2], [1, 1, 2])
+    engines, trainers = engine_rates(penalty=penalty), trainer_rates(slow=heavy)
+    plain = relayout.plan(situation(here, demand=work, engines=engines, trainers=trainers), AT_ONCE, PlannerState())
+    shuffled = [list(items) for items in (here.accelerators, here.replicas, engines.items(), trainers.items())]
+    for items in shuffled:
+        rng.shuffle(items)
+    mixed = relayout.plan(
+        situation(
+            Fleet(tuple(shuffled[0]), tuple(shuffled[1])), demand=work, engines=dict(shuffled[2]),
+            trainers=dict(shuffled[3]),
+        ),
+        AT_ONCE, PlannerState(),
+    )  # fmt: skip
+    assert mixed.chosen.judged.layout == plain.chosen.judged.layout
+    assert [m.move for m in mixed.moves] == [m.move for m in plain.moves]
+    assert mixed.reason.text == plain.reason.text
+
+
+@settings(max_examples=20, deadline=None)
+@given(DEMANDS, st.floats(0.05, 5.0), st.floats(1.5, 10.0))
+def test_more_work_for_a_role_never_lowers_its_accelerators(work, heavy, factor):
+    """Engines of one degree and trainers of one size, so that every accelerator counts on either side."""
+
+    def chosen(training, rollout):
+        given_ = situation(
+            packed([2], [1]), demand=work, engines=engine_rates(degrees=(1,), slow=rollout, kv=1e6),
+            trainers=trainer_rates(sizes=(2,), slow=training),
+        )  # fmt: skip
+        return relayout.plan(given_, AT_ONCE, PlannerState()).chosen.judged.layout
+
+    plain = chosen(heavy, 1.0)
+    assert chosen(heavy * factor, 1.0).training >= plain.training
+    assert chosen(heavy, factor).rollout >= plain.rollout
+
+
+@settings(max_examples=12, deadline=None)
+@given(DEMANDS, PENALTIES, SLOW)
+def test_at_the_best_layout_nothing_moves_and_a_change_comes_to_rest(work, penalty, heavy):
+    engines, trainers = engine_rates(penalty=penalty), trainer_rates(slow=heavy)
+    here, state = packed([2], [1, 1, 2]), PlannerState()
+    safety = Safety(Limits(), engines, trainers)
+    for _ in range(6):
+        found = relayout.plan(situation(here, demand=work, engines=engines, trainers=trainers), AT_ONCE, state)
+        for planned in found.moves:
+            here = after(here, planned.move, safety)
+        if not found.moves:
+            break
+    assert not found.moves, "it never came to rest"
+    again = relayout.plan(situation(here, demand=work, engines=engines, trainers=trainers), AT_ONCE, state)
+    assert again.moves == ()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_at_balance_noisy_steps_move_nothing(seed):
+    """The best layout for the mean; every evaluation sees work and rates that are off by up to 5 %."""
+    rng = random.Random(seed)
+    engines, trainers, here = engine_rates(kv=1e6), trainer_rates(), packed([2], [1, 1, 2])
+    rules = replace(AT_ONCE, horizon_s=600.0, confirmations=2, hysteresis=0.1)
+    for _ in range(4):
+        found = relayout.plan(situation(here, engines=engines, trainers=trainers), AT_ONCE, PlannerState())
+        for planned in found.moves:
+            here = after(here, planned.move, Safety(Limits(), engines, trainers))
+    state, moves = PlannerState(), 0
+    for _ in range(15):
+        noisy = {k: replace(r, step_s=r.step_s * rng.uniform(0.95, 1.05)) for k, r in engines.items()}
+        given_ = situation(here, demand=demand(2_000 * rng.uniform(0.95, 1.05)), engines=noisy, trainers=trainers)
+        moves += len(relayout.plan(given_, rules, state).moves)
+    assert moves == 0
+
+
+def test_a_shift_skips_confirmations_and_settling_but_neither_cool_down_nor_rate():
+    slow = trainer_rates(slow=20.0)
+    here = packed([2], [1, 1, 2])
+    rules = replace(AT_ONCE, confirmations=3, cooldown_s=50.0, max_moves_per_window=2)
+
+    def code(**changes):
+        pace = Pace(1_000.0, 50, changes.pop("since", 50), shifted=True, **changes)
+        return relayout.plan(situation(here, trainers=slow, pace=pace), rules, PlannerState()).reason.code
+
+    waiting = relayout.plan(situation(here, trainers=slow), rules, PlannerState())
+    assert (waiting.reason.code, waiting.moves) == ("CONFIRMING", ())
+    assert code() == "GAIN"
+    assert code(since=1, last_moves=(900.0,)) == "GAIN"
+    assert code(last_moves=(960.0,)) == "COOLDOWN"
+    assert code(last_moves=(900.0, 910.0)) == "RATE"
+
+
+def test_a_sequence_is_cut_where_the_window_ends_and_goes_on_later():
+    engines = engine_rates(degrees=(1, 4), penalty=0.0, kv=1e6)
+    here = fleet(trainers=(4,), engines=(1,) * 8, nodes=3)
+    work, trainers = demand(max_versions=0), trainer_rates(slow=0.01)
+    whole = relayout.plan(situation(here, demand=work, engines=engines, trainers=trainers), AT_ONCE, PlannerState())
+    assert len(whole.moves) > 1
+    cut = relayout.plan(
+        situation(here, demand=work, engines=engines, trainers=trainers), replace(AT_ONCE, max_moves_per_window=1),
+        PlannerState(),
+    )  # fmt: skip
+    assert len(cut.moves) == 1
+    assert cut.chosen.judged.layout == whole.chosen.judged.layout
+    there = after(here, cut.moves[0].move, Safety(Limits(), engines, trainers))
+    rest = relayout.plan(situation(there, demand=work, engines=engines, trainers=trainers), AT_ONCE, PlannerState())
+    assert len(rest.moves) == len(whole.moves) - 1
+
+
+def test_a_move_that_does_not_pay_within_the_horizon_or_the_run_is_left():
+    slow = trainer_rates(slow=20.0)
+    here = packed([2], [1, 1, 2])
+    assert relayout.plan(situation(here, trainers=slow), AT_ONCE, PlannerState()).moves
+    brief = relayout.plan(situation(here, trainers=slow), replace(AT_ONCE, horizon_s=1.0), PlannerState())
+    assert (brief.moves, brief.reason.code) == ((), "BALANCED")
+    assert "not worth it" in brief.reason.text
+    ending = relayout.plan(situation(here, trainers=slow, steps_left=1e-5), AT_ONCE, PlannerState())
+    assert ending.moves == ()
+    costly = relayout.plan(
+        situation(here, trainers=slow, handover_s={"TRAINER": 1e6, "ROLLOUT": 1e6}), AT_ONCE, PlannerState()
+    )
+    assert costly.moves == ()
+
+
+def test_drift_is_planned_for():
+    """Lengths grow within the horizon, and longer contexts need more of the cache: more engines than for now alone."""
+    engines, trainers = engine_rates(degrees=(1,), kv=40_000.0), trainer_rates(sizes=(1, 2), slow=0.3)
+    work, here = demand(1_000.0, groups=32, samples=16, max_versions=2), packed([2], [1])
+    now, later = (
+        relayout.plan(
+            situation(here, demand=work, engines=engines, trainers=trainers, drift=d), AT_ONCE, PlannerState()
+        ).chosen.judged.layout
+        for d in (0.0, 0.2)
+    )
+    assert later.rollout > now.rollout
+
+
+@pytest.mark.parametrize("drift", [0.01, 0.03, 0.07, 0.2])
+def test_lengths_that_grow_to_the_longest_context_still_fit_where_it_does(drift):
+    """The longest sequence that a run allows is what micro-batches are made for: growth must not pass it by rounding."""
+    work = demand(
+        4_000.0, max_context=40_960.0, prompt_tokens=437.3, contexts=(2_437.3, 4_437.3, 8_437.3, 16_437.3, 32_437.3)
+    )
+    given_ = situation(packed([2], [2]), demand=work, trainers=trainer_rates(budget=40_960.0), drift=drift)
+    found = relayout.plan(given_, AT_ONCE, PlannerState())
+    assert found.reason.code != "NO_LAYOUT"
+    assert found.chosen.judged.prediction.trained_tokens_per_second > 0
+
+
+def test_case_46_a_plan_is_refused_where_what_would_sleep_does_not_fit_into_host_memory():
+    """More trainers would be better, but an engine that sleeps keeps its weights in host memory, which is full."""
+    engines, trainers = engine_rates(asleep_bytes=30e9), trainer_rates(slow=20.0)
+    roomy = {"n0": 400e9, "n1": 400e9, "n2": 400e9}
+    here = fleet(trainers=(4,), engines=(4, 4), nodes=3, host_free=roomy)
+    moves = relayout.plan(situation(here, engines=engines, trainers=trainers), AT_ONCE, PlannerState()).moves
+    assert any(t.role == "TRAINER" for m in moves for t in m.move.targets)
+    full = Fleet(here.accelerators, here.replicas, dict.fromkeys(roomy, 20e9))
+    found = relayout.plan(situation(full, engines=engines, trainers=trainers), AT_ONCE, PlannerState())
+    assert (found.moves, found.reason.code) == ((), "HOST_MEMORY")
+    assert "20.0 GB free" in found.reason.text
+
+
+def test_a_kind_without_rates_is_named():
+    with pytest.raises(ValueError, match=r"'r0' is of kind EngineKind\(type='a', tp=2\), which has no rates"):
+        relayout.plan(situation(fleet(engines=(2,)), engines=engine_rates(degrees=(1, 4))), AT_ONCE, PlannerState())
+
+
+def test_with_no_accelerator_or_no_room_there_is_a_reason_and_no_move():
+    empty = relayout.plan(situation(Fleet(())), AT_ONCE, PlannerState())
+    assert (empty.moves, empty.reason.code) == ((), "NO_LAYOUT")
+    small = relayout.plan(
+        situation(fleet(nodes=1, size=2), trainers=trainer_rates(sizes=(4,))), AT_ONCE, PlannerState()
+    )
+    assert (small.moves, small.reason.code) == ((), "NO_LAYOUT")
+
+
+def test_a_fleet_that_stands_idle_is_put_to_work():
+    found = relayout.plan(situation(fleet()), AT_ONCE, PlannerState())
+    assert found.moves
+    assert found.moves[-1].layout == found.chosen.judged.layout
