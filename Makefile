@@ -46,6 +46,7 @@ bench: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.bench.rollout_engine --sequences 8 20 48 128
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.bench.rollout_service
 	$(BIN)/python -m tests.bench.decisions
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.bench.planner
 	$(BIN)/python -m tests.bench.simulator
 
 format: setup
