@@ -196,7 +196,7 @@ def test_some_engine_that_stays_holds_the_longest_context():
 
 def test_case_46_an_engine_that_would_sleep_in_full_host_memory_is_not_moved():
     """vLLM's sleep level 1 keeps the weights in host memory: 30 GB into 20 GB free is an out-of-memory kill."""
-    here = fleet(trainers=(2,), engines=(2, 2, 2), host_free={"n0": 200 * GB, "n1": 20 * GB})
+    here = fleet(trainers=(2,), engines=(2, 2, 2), host_free={"n0": 15 * GB, "n1": 20 * GB})
     (move,) = place(here, layout_of({PAIR: 2, TWO: 2}))
     assert here.by_name[here.replica[move.sources[0]].accelerators[0]].node == "n1"
     why = Progress(here, safety(asleep=30 * GB)).unsafe(move)
@@ -219,7 +219,7 @@ def test_case_46_memory_is_counted_over_the_whole_sequence():
 
 
 def test_case_46_what_wakes_gives_its_host_memory_back():
-    here = fleet(engines=(2, 2), trainers=(2, 2), host_free={"n1": 20 * GB})
+    here = fleet(engines=(2, 2), trainers=(2, 2), host_free={"n0": 1 * GB, "n1": 20 * GB})
     there = after(here, place(here, layout_of({PAIR: 3, TWO: 1}))[0], safety(asleep=12 * GB))
     assert there.host_free_bytes["n1"] == pytest.approx(8 * GB)
     back = after(there, place(there, layout_of({PAIR: 2, TWO: 2}))[0], safety(asleep=12 * GB, trainer_asleep=0.0))

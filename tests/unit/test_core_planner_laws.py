@@ -261,6 +261,9 @@ def test_laws_of_every_relayout(trainers, engines, work, penalty, heavy, rules, 
     shown = (found.chosen, found.present, *found.alternatives)
     assert found.present.judged.layout == here.present
     assert all(c.reason.code and c.reason.text for c in shown)
+    assert "present" in {c.label for c in shown}
+    assert "homogeneous-best" in {c.label for c in shown} or found.reason.code == "NO_LAYOUT"
+    assert len({c.label for c in shown[1:]}) == len(shown[1:]) - (found.chosen is not found.present)
     assert found.reason.code
     assert all(math.isfinite(n) for n in numbers_of(found) if n != math.inf)
     assert all("nan" not in c.reason.text and " inf" not in c.reason.text for c in shown)
@@ -443,6 +446,16 @@ def test_case_46_a_plan_is_refused_where_what_would_sleep_does_not_fit_into_host
     found = relayout.plan(situation(full, engines=engines, trainers=trainers), AT_ONCE, PlannerState())
     assert (found.moves, found.reason.code) == ((), "HOST_MEMORY")
     assert "20.0 GB free" in found.reason.text
+
+
+def test_case_46_engines_go_to_sleep_where_there_is_room_for_them():
+    """One node has no host memory left: its engines stay, and others make room for trainers."""
+    engines, trainers = engine_rates(degrees=(2,), asleep_bytes=30e9), trainer_rates(sizes=(2,), slow=20.0)
+    here = fleet(trainers=(2,), engines=(2,) * 5, nodes=3, host_free={"n0": 400e9, "n1": 400e9, "n2": 20e9})
+    found = relayout.plan(situation(here, engines=engines, trainers=trainers), AT_ONCE, PlannerState())
+    slept = {name[:2] for m in found.moves for source in m.move.sources for name in here.replica[source].accelerators}
+    assert slept
+    assert "n2" not in slept
 
 
 def test_a_kind_without_rates_is_named():

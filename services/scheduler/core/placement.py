@@ -8,6 +8,7 @@ it is under way: both roles keep their floors without what is being handed over,
 longest context, and the hosts have the memory for what is put to sleep before anything wakes.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -324,10 +325,12 @@ def _span(free: Sequence[Accelerator], kind: TrainerKind, busy: Collection[str])
     return tuple(a.name for a in sorted(able, key=rank)[: kind.accelerators])
 
 
-def _place_of(fleet: Fleet, item: Replica) -> tuple[str, str, str]:
-    """Replicas are kept in this order, so that those given up lie together and make room for wide ones."""
+def _place_of(fleet: Fleet, item: Replica) -> tuple[float, str, str, str]:
+    """Replicas are kept in this order: first where host memory is short, since who stays need not sleep; and node by
+    node, so that those given up lie together and make room for wide ones.
+    """
     first = fleet.by_name[item.accelerators[0]]
-    return first.node, first.domain, first.name
+    return fleet.host_free_bytes.get(first.node, math.inf), first.node, first.domain, first.name
 
 
 def _components(old: Sequence[Replica], new: Sequence[NewReplica]) -> tuple[Move, ...]:

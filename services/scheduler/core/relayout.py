@@ -8,8 +8,8 @@ The best layout is searched for at the lengths expected in the middle of the hor
 
 and the relative gain is at least `min_gain`, with evidence, confirmations, cool-down and rate as in `pacing`. A change
 is a sequence of moves, each safe while it is under way (`placement`); a sequence longer than the window allows is begun
-if its first part pays by itself. A layout that cannot be reached safely is passed over for the next best, and the
-reason is told.
+if its first part pays by itself, and so is one of which only a part is safe. A layout towards which no move is safe is
+passed over for the next best, and the reason is told.
 """
 
 import math
@@ -172,7 +172,7 @@ def _proposal(
 
 
 def _sequence(given: Situation, settings: PlannerSettings, candidate: Judged, horizon: _Horizon) -> Steps | Reason:
-    """Safe moves to a layout, as many as the window allows; or why there are none."""
+    """Safe moves towards a layout, as many as there are and the window allows; or why there are none."""
     job = horizon.jobs[1]
     limits = Limits(settings.min_trainers, settings.min_rollouts, job.demand.longest_context)
     judge = Judge(job)
@@ -185,7 +185,9 @@ def _sequence(given: Situation, settings: PlannerSettings, candidate: Judged, ho
 
     steps = order(given.fleet, moves, Safety(limits, given.engines, given.trainers), worth)
     allowed = given.pace.allowance(settings)
-    return steps.unsafe or Steps(steps.moves[:allowed], steps.layouts[:allowed], None)
+    if steps.unsafe is not None and not steps.moves:
+        return steps.unsafe
+    return Steps(steps.moves[:allowed], steps.layouts[:allowed], steps.unsafe)
 
 
 def _weighed(
@@ -206,6 +208,8 @@ def _weighed(
         f"{layouts[-1].words()} would give {rates[-1]:.0f}: {gain:.0f} tokens more for {cost:.0f} that "
         f"{len(moves)} moves cost"
     )
+    if candidate[1].unsafe is not None:
+        text += f"; then {candidate[1].unsafe.text}"
     if gain <= cost * (1 + settings.hysteresis) or rates[-1] < rates[0] * (1 + settings.min_gain):
         return Reason("BALANCED", f"{text}; not worth it", numbers)
     planned = tuple(
@@ -263,7 +267,8 @@ def _stay(present: Judged, chosen: Judged | None, best: Best, horizon: _Horizon,
     if best.homogeneous is not None:
         others.append(_considered("homogeneous-best", best.homogeneous, chosen))
     seen = {present.layout, *(() if chosen is None else (chosen.layout,))}
-    for number, judged in enumerate((j for j in best.others if j.layout not in seen), 1):
+    found = () if best.chosen is None else (best.chosen, *best.others)
+    for number, judged in enumerate((j for j in found if j.layout not in seen), 1):
         others.append(_considered(f"alternative-{number}", judged, chosen))
     return Relayout(top, shown, tuple(others), (), 0.0, 0.0, horizon.seconds, reason)
 
