@@ -77,6 +77,7 @@ PLACES = st.builds(
     kv_used_tokens=st.sampled_from([0, 100, 500, 511]),
     seconds_per_token=st.sampled_from([None, 0.0625, 0.03125, 0.015625]),
     prefill_tokens_per_second=st.sampled_from([None, 256.0, 4_096.0]), admitting=st.sampled_from([True, True, False]),
+    seconds_per_sequence=st.sampled_from([None, 0.0, 0.015625, 0.0078125]), measured_load=st.integers(0, 4),
 )  # fmt: skip
 RULES = st.builds(
     QueueSettings, quantum_tokens=st.sampled_from([(), (48,), (48, 96)]), max_wait_s=st.sampled_from([2.0, 8.0]),
@@ -291,6 +292,7 @@ def walk(seed, steps, machine):
             name, rng.choice(runs), rng.choice([0, 0, 1, 2]), rng.choice([1, 2, 4, 8]), 0,
             0 if rng.random() < roomy else rng.choice([512, 2_048, 8_192]), rng.choice([0, 0, 100, 500, 2_010]),
             rng.choice([0.125, 0.03125, 0.015625, 0.0625, None]), rng.choice([None, 256.0, 4_096.0]), rng.random() < 0.9,
+            rng.choice([None, 0.0, 0.015625, 0.0078125]), rng.randrange(4),
         )  # fmt: skip
 
     def quarters(most):

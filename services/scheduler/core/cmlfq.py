@@ -119,6 +119,10 @@ class EngineView:
     seconds_per_token: float | None
     prefill_tokens_per_second: float | None
     admitting: bool
+    seconds_per_sequence: float | None = None
+    """What each further sequence adds to `seconds_per_token`, if known; that was measured at ..."""
+    measured_load: int = 0
+    """... so many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +144,11 @@ def reserved(engine_level: int, cap: int, level: int, aged: bool, settings: Queu
     """Slots of an engine that work queued in `level` must leave free."""
     spilled = engine_level > level and not aged
     return math.ceil(cap * settings.reserve_share) if spilled and cap > 1 else 0
+
+
+def pace(seconds_per_token: float, seconds_per_sequence: float | None, more: int) -> float:
+    """Seconds per token of each sequence with `more` of them than when it was measured."""
+    return max(0.0, seconds_per_token + (seconds_per_sequence or 0.0) * more)
 
 
 def hashed(name: str) -> int:
@@ -256,13 +265,37 @@ def _engine_for(
     if not able:
         return None
 
+    finishes = {e.name: _finish(item, e, room) for e in able}
+    known = [f for f in finishes.values() if f is not None]
+    soonest = min(known, default=0.0)
+
     def key(engine: EngineView) -> tuple[object, ...]:
-        distance = 0 if aged else abs(engine.level - level)
+        finish = finishes[engine.name]
+        unmeasured = finish is None and bool(known)
+        finish = soonest if finish is None else finish
+        distance = 0 if aged or unmeasured else abs(engine.level - level)
         share = room.load(engine) / engine.concurrency_cap
-        return (distance, engine.name != item.last_engine or _crowded(engine, room), share)
+        again = _again(item, engine, room)
+        return (finish > soonest * (1 + settings.hysteresis), distance, not again, finish, share)
 
     best = min(key(e) for e in able)
     return _one_of(item, [e for e in able if key(e) == best])
+
+
+def _finish(item: QueuedTrajectory, engine: EngineView, room: _Room) -> float | None:
+    """Seconds that what remains takes there, slowed down by itself, with the prefill; None if the rate is unknown."""
+    if engine.seconds_per_token is None:
+        return None
+    more = room.load(engine) + 1 - engine.measured_load
+    decode = item.estimate_p50 * pace(engine.seconds_per_token, engine.seconds_per_sequence, more)
+    if not engine.prefill_tokens_per_second or _again(item, engine, room):
+        return decode
+    return decode + item.tokens / engine.prefill_tokens_per_second
+
+
+def _again(item: QueuedTrajectory, engine: EngineView, room: _Room) -> bool:
+    """It was there before, and may find its prefix."""
+    return engine.name == item.last_engine and not _crowded(engine, room)
 
 
 def _crowded(engine: EngineView, room: _Room) -> bool:
@@ -367,7 +400,10 @@ def _target(
             continue
         if not room.fits(target, item.tokens, item.estimate_p50, settings):
             continue
-        if target.level <= source.level and not (draining and _half_as_full(target, source, room)):
+        there = pace(there, target.seconds_per_sequence, 1)
+        faster = target.seconds_per_sequence is not None and there < 0.5 * here
+        clearly = faster or _half_as_full(target, source, room)
+        if target.level <= source.level and not (draining and clearly):
             continue
         gain = item.estimate_p50 * (here - there)
         prefill = item.tokens / target.prefill_tokens_per_second if target.prefill_tokens_per_second else 0.0
@@ -378,7 +414,7 @@ def _target(
 
 
 def _half_as_full(target: EngineView, source: EngineView, room: _Room) -> bool:
-    """Between engines of one kind only a clear difference in load is worth a move."""
+    """Between engines of one kind only a clear difference in load or speed is worth a move."""
     there = (room.load(target) + 1) / target.concurrency_cap
     return there < 0.5 * room.load(source) / max(1, source.concurrency_cap)
 

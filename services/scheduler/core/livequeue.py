@@ -23,7 +23,7 @@ import math
 
 import numpy as np
 
-from services.scheduler.core.cmlfq import EngineView, QueuedTrajectory, QueueView, RunningTrajectory, hashed
+from services.scheduler.core.cmlfq import EngineView, QueuedTrajectory, QueueView, RunningTrajectory, hashed, pace
 from services.scheduler.core.livestate import Engine, Item, Run
 from services.scheduler.core.moving import Moving
 from services.scheduler.core.placing import Placing
@@ -38,6 +38,19 @@ def _close(new: float | None, old: float | None) -> bool:
     if new is None or old is None:
         return new is old
     return abs(new - old) <= RATE_STEP * old
+
+
+def _same_speed(view: EngineView, engine: Engine) -> bool:
+    """The new measurement is about the one before, and on its curve."""
+    expected = engine.seconds_per_token
+    if expected is not None:
+        expected = pace(expected, engine.seconds_per_sequence, view.measured_load - engine.measured_load)
+    return (
+        _close(view.seconds_per_token, engine.seconds_per_token)
+        and _close(view.seconds_per_token, expected)
+        and _close(view.seconds_per_sequence, engine.seconds_per_sequence)
+        and _close(view.prefill_tokens_per_second, engine.prefill)
+    )
 
 
 class LiveQueue(Placing, Moving):
@@ -105,10 +118,9 @@ class LiveQueue(Placing, Moving):
             self._hot[engine.name] = engine
         else:
             self._hot.pop(engine.name, None)
-        if not _close(view.seconds_per_token, engine.seconds_per_token) or not _close(
-            view.prefill_tokens_per_second, engine.prefill
-        ):
+        if not _same_speed(view, engine):
             engine.seconds_per_token, engine.prefill = view.seconds_per_token, view.prefill_tokens_per_second
+            engine.seconds_per_sequence, engine.measured_load = view.seconds_per_sequence, view.measured_load
             self._rates[engine.index] = np.nan if engine.seconds_per_token is None else engine.seconds_per_token
             if engine.run is not None:
                 engine.run.bounds = None
@@ -454,7 +466,7 @@ class LiveQueue(Placing, Moving):
         engines = [
             EngineView(
                 e.name, e.run.name, e.level, e.cap, len(e.running), e.kv_capacity, e.kv_used, e.seconds_per_token,
-                e.prefill, e.admitting,
+                e.prefill, e.admitting, e.seconds_per_sequence, e.measured_load,
             )
             for e in self._engines.values() if e.run is not None
         ]  # fmt: skip

@@ -5,6 +5,7 @@ import math
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 
+from services.scheduler.core.cmlfq import pace
 from services.scheduler.core.movers import Table
 
 Key = tuple[float, ...]
@@ -81,6 +82,8 @@ class Engine:
     kv_capacity: int = 0
     kv_used: int = 0
     seconds_per_token: float | None = None
+    seconds_per_sequence: float | None = None
+    measured_load: int = 0
     prefill: float | None = None
     admitting: bool = False
     running: dict[str, Item] = field(default_factory=dict)
@@ -112,6 +115,11 @@ class Engine:
     def forgettable(self) -> bool:
         """Nothing is known of it but its name."""
         return self.run is None and not self.running and not self.incoming
+
+    @property
+    def joined(self) -> float:
+        """Seconds per token once one more has joined; the rate is known."""
+        return pace(self.seconds_per_token or 0.0, self.seconds_per_sequence, 1)
 
     def holds(self, tokens: int) -> bool:
         """Its KV cache is large enough."""
@@ -236,7 +244,7 @@ class Run:
 class Bounds:
     """What no move to one of these engines can do better than, at one moment."""
 
-    __slots__ = ("above", "emptiest", "fullest", "places")
+    __slots__ = ("above", "emptiest", "fastest", "places")
 
     def __init__(self, places: list[Engine]) -> None:
         self.places = places
@@ -246,11 +254,15 @@ class Bounds:
         per second; without a prefill rate it is free."""
         self.emptiest = math.inf
         """Least share that one of them would have with one more."""
+        self.fastest = math.inf
+        """Least seconds per token that one of them would have with one more, of those of which that is known."""
         best: dict[int, tuple[float, float]] = {}
         for engine in places:
             share = (engine.load + 1) / engine.cap
             self.emptiest = min(self.emptiest, share)
-            here, there = engine.seconds_per_token or 0.0, engine.prefill or math.inf
+            here, there = engine.joined, engine.prefill or math.inf
+            if engine.seconds_per_sequence is not None:
+                self.fastest = min(self.fastest, here)
             fastest, prefill = best.get(engine.level, (math.inf, 0.0))
             if here < fastest or there > prefill:
                 best[engine.level] = (min(here, fastest), max(there, prefill))
@@ -272,7 +284,9 @@ class Bounds:
         """Fastest decode and prefill that a move from `source` could lead to; None if it can lead nowhere."""
         if source.run is None or source.seconds_per_token is None or not self.places:
             return None
-        if draining and self.emptiest < 0.5 * source.load / max(1, source.cap):
+        if draining and (
+            self.emptiest < 0.5 * source.load / max(1, source.cap) or self.fastest < 0.5 * source.seconds_per_token
+        ):
             return self.above[-1][1:]
         best = None
         for level, fastest, prefill in self.above:

@@ -58,6 +58,16 @@ class Occupancy:
         slope = min(max(0.0, slope), residence / load)
         return residence - slope * load, slope
 
+    def slope_at(self, load: float, residence: float) -> float | None:
+        """Seconds per token that one more adds where so many take `residence` each: the fitted curve's shape at the
+        height measured now, since an engine that slowed down is slower at every load. None before there is evidence.
+        """
+        fitted = self.fit()
+        if fitted is None or load <= 0:
+            return None
+        whole = fitted[0] + fitted[1] * load
+        return fitted[1] * residence / whole if whole > 0 else None
+
     def capacity(self, slots: int) -> float | None:
         """Tokens per second with all slots leased; None before there is evidence."""
         fitted = self.fit()

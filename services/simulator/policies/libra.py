@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from services.scheduler.core import cmlfq
 from services.scheduler.core.estimator import RemainingWork
 from services.scheduler.core.livequeue import LiveQueue
+from services.scheduler.core.occupancy import Occupancy
 from services.simulator.engine import EngineState
 from services.simulator.layout import ClusterSpec, Layout
 from services.simulator.parametric import CAP_TOKENS
@@ -61,7 +62,8 @@ class Libra(Policy):
         """Generated tokens that the queue knows of."""
         self._pending: dict[str, int] = {}
         """Where each one that was asked to stop is to go."""
-        self._engines: dict[str, EngineState] = {}
+        self._speeds: dict[str, Occupancy] = {}
+        """Of the engines that the queue knows, from their reports."""
         self._states: list[tuple[bool, bool]] = []
         self._report_at = 0.0
 
@@ -188,9 +190,9 @@ class Libra(Policy):
         for engine in view.engines:
             name = str(engine.index)
             if engine.alive:
-                self._engines[name] = engine
-                self.live.engine(_engine(engine, levels[engine.tp]))
-            elif self._engines.pop(name, None) is not None:
+                speed = self._speeds.setdefault(name, Occupancy())
+                self.live.engine(_engine(engine, levels[engine.tp], speed))
+            elif self._speeds.pop(name, None) is not None:
                 self.live.drop_engine(name)
 
     def _estimate(self, name: str) -> tuple[float, float]:
@@ -200,11 +202,14 @@ class Libra(Policy):
         return guess.p50, guess.p90
 
 
-def _engine(engine: EngineState, level: int) -> cmlfq.EngineView:
+def _engine(engine: EngineState, level: int, speed: Occupancy) -> cmlfq.EngineView:
     rate = engine.seconds_per_token or None
+    if rate is not None:
+        speed.add(engine.running * REPORT_S, engine.running * REPORT_S / rate, REPORT_S)
     return cmlfq.EngineView(
         name=str(engine.index), run=RUN, level=level, concurrency_cap=engine.max_running, running=engine.assigned,
         kv_capacity_tokens=engine.kv_capacity, kv_used_tokens=math.ceil(engine.context),
         seconds_per_token=rate, prefill_tokens_per_second=PREFILL_SPEEDUP / rate if rate else None,
-        admitting=engine.admitting,
+        admitting=engine.admitting, measured_load=engine.running,
+        seconds_per_sequence=speed.slope_at(engine.running, rate) if rate is not None else None,
     )  # fmt: skip
