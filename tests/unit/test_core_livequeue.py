@@ -40,6 +40,7 @@ class Row:
     last: str = ""
     moves: int = 0
     avoid: frozenset[str] = frozenset()
+    reserved: float = 0.0
 
 
 @dataclass
@@ -60,7 +61,7 @@ class Model:
         running = [
             RunningTrajectory(
                 r.name, r.run, r.engine, r.level, r.since, r.generated, r.generated - r.base, r.tool, r.p50, r.p90,
-                r.tokens, r.pending, r.number, r.moves, r.target if r.pending else "",
+                r.tokens, r.pending, r.number, r.moves, r.target if r.pending else "", r.reserved,
             )
             for r in self.rows.values() if r.engine
         ]  # fmt: skip
@@ -83,6 +84,7 @@ RULES = st.builds(
     QueueSettings, quantum_tokens=st.sampled_from([(), (48,), (48, 96)]), max_wait_s=st.sampled_from([2.0, 8.0]),
     max_moves=st.sampled_from([0, 1, 4, 50]), hysteresis=st.sampled_from([0.0, 0.25]), min_lease_s=st.sampled_from([0.0, 2.0]),
     min_remaining=st.sampled_from([0.0, 24.0]), max_moves_each=st.sampled_from([1, 3]),
+    kv_growth=st.sampled_from([0.0, 0.5, 1.0]),
 )  # fmt: skip
 
 
@@ -164,7 +166,7 @@ class Twins(RuleBasedStateMachine):
         if r is None:
             return
         r.last, r.moves = r.target or r.engine, r.moves + r.pending
-        r.engine, r.pending, r.target, r.tool, r.since = "", False, "", False, self.now
+        r.engine, r.pending, r.target, r.tool, r.since, r.reserved = "", False, "", False, self.now, 0.0
         r.level = level
         self.tell_queued(r)
 
@@ -176,13 +178,19 @@ class Twins(RuleBasedStateMachine):
 
     def lease(self, r, engine, level, base, since):
         r.engine, r.level, r.since, r.base = engine, level, since, base
+        self.reserve(r)
         self.live.leased(r.name, engine=engine, level=level, since=since, base=base)
+
+    def reserve(self, r):
+        place = self.model.engines.get(r.engine)
+        r.reserved = r.tokens + self.rules.kv_growth * r.p50 if place and place.kv_capacity_tokens else 0.0
 
     @rule(index=st.integers(0, 50), more=st.integers(0, 80), tool=st.booleans(), p50=QUARTERS)
     def turn(self, index, more, tool, p50):
         r = self.pick(index, leased=True)
         if r is not None:
             r.generated, r.tokens, r.tool, r.p50, r.p90 = r.generated + more, r.tokens + more + 3, tool, p50, 2 * p50
+            self.reserve(r)
             self.live.turned(r.name, generated=r.generated, tokens=r.tokens, in_tool_wait=tool)
 
     @rule(index=st.integers(0, 50), less=st.integers(1, 80))
@@ -190,6 +198,7 @@ class Twins(RuleBasedStateMachine):
         r = self.pick(index, leased=True)
         if r is not None:
             r.tokens = max(1, r.tokens - less)
+            self.reserve(r)
             self.live.turned(r.name, generated=r.generated, tokens=r.tokens, in_tool_wait=r.tool)
 
     @rule(index=st.integers(0, 50), p50=QUARTERS)
@@ -282,7 +291,7 @@ def walk(seed, steps, machine):
         QueueSettings(
             quantum_tokens=quantum, max_wait_s=rng.choice([2.0, 8.0, 1_000.0]), max_moves=rng.choice([0, 1, 4, 50]),
             min_lease_s=rng.choice([0.0, 2.0]), max_moves_each=rng.choice([1, 3, 100]),
-            hysteresis=rng.choice([0.0, 0.25]),
+            hysteresis=rng.choice([0.0, 0.25]), kv_growth=rng.choice([0.0, 0.5, 1.0]),
         )
     )  # fmt: skip
     runs, roomy, crowd = rng.choice([RUNS, RUNS[:1]]), rng.choice([0, 0.5, 1]), rng.choice([8, 20, 60])

@@ -56,6 +56,8 @@ class QueueSettings:
     max_moves_each: int = 3
     """Moves of one trajectory: noise in the rates must not send it round and round."""
     kv_watermark: float = 0.95
+    kv_growth: float = 0.5
+    """Share of what a leased one is expected to generate (p50) that KV room is kept for: on average it has half of it."""
     kv_pressure: float = 0.98
     reserve_share: float = 0.25
     """Share of a higher level's slots that spilled work does not take."""
@@ -103,6 +105,8 @@ class RunningTrajectory:
     """Times it was preempted so far."""
     target: str = ""
     """Engine that a pending preemption moves it to: its place there is kept."""
+    reserved: float = 0.0
+    """KV tokens that its lease keeps room for, if it has not more: as of its last report."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,8 +167,8 @@ class _Room:
     engines: Mapping[str, EngineView]
     taken: dict[str, int] = field(default_factory=dict)
     kv: dict[str, float] = field(default_factory=dict)
-    leased: dict[str, int] = field(default_factory=dict)
-    """Tokens of what is leased to each engine: its own count lags behind leases just given."""
+    leased: dict[str, float] = field(default_factory=dict)
+    """KV tokens kept for what is leased to each engine: its own count lags, and what it holds grows."""
     held: set[str] = field(default_factory=set)
     """Engines kept clear for one that waited too long and needs more of the KV cache than is free."""
 
@@ -192,7 +196,7 @@ def decide(view: QueueView, settings: QueueSettings) -> list[Assign | Preempt]:
     room = _Room(engines)
     running = sorted(view.running, key=lambda t: t.name)  # sums of floats follow their order
     for item in running:
-        room.leased[item.engine] = room.leased.get(item.engine, 0) + item.tokens
+        room.leased[item.engine] = room.leased.get(item.engine, 0) + max(item.tokens, item.reserved)
         if item.preempt_pending and item.target in engines:
             room.take(engines[item.target], item.tokens, item.estimate_p50)
     assigns, unplaced = _assign(view, settings, engines, room)

@@ -203,7 +203,9 @@ class LiveQueue(Placing, Moving):
         run.table.add(item, place.index)
         place.running[name] = item
         place.foreign += place.run is not run
+        item.reserved = self._reservation(item, place)
         place.tokens += item.tokens
+        place.charged += item.charge
         self._resize(place)
         heapq.heappush(self._ripening, (since, next(self._serial), item))
         self._may_give(place, slower=False)
@@ -218,8 +220,12 @@ class LiveQueue(Placing, Moving):
             raise ValueError(f"{name} is not leased")
         more = tokens - item.tokens
         place.tokens += more
+        before = item.charge
         item.tokens, item.generated, item.in_tool_wait = tokens, generated, in_tool_wait
         item.known = False
+        item.reserved = self._reservation(item, place)
+        grown = item.charge - before
+        place.charged += grown
         run = item.run
         if item.preempt_pending:
             place.going += more
@@ -234,7 +240,7 @@ class LiveQueue(Placing, Moving):
         if (item.spent or not run.unplaced) and item.ripe and run.roomy:
             run.movers[name] = item
             self._to_move[run.name] = run
-        if more < 0:
+        if more < 0 or grown < 0:
             self._room(place)
 
     def tool_returned(self, name: str) -> None:
@@ -309,6 +315,14 @@ class LiveQueue(Placing, Moving):
 
     # ---- parts of events
 
+    def _reservation(self, item: Item, place: Engine) -> float:
+        """What its context will be on average while it is there, as of its last report."""
+        if place.run is None or not place.kv_capacity:
+            return 0.0
+        if not item.known:
+            self._ask(item)
+        return item.tokens + self._settings.kv_growth * item.estimate_p50
+
     def _detach(self, item: Item) -> None:
         """Out of the lane or off the engine that it is on."""
         if item.lane is not None:
@@ -328,6 +342,8 @@ class LiveQueue(Placing, Moving):
         del place.running[item.name]
         place.foreign -= place.run is not run
         place.tokens -= item.tokens
+        place.charged -= item.charge
+        item.reserved = 0.0
         self._freed(place)
         self._forget_engine(place)
 
@@ -460,7 +476,7 @@ class LiveQueue(Placing, Moving):
                     RunningTrajectory(
                         i.name, i.run.name, i.engine, i.level, i.since, i.generated, i.quantum_used, i.in_tool_wait,
                         i.estimate_p50, i.estimate_p90, i.tokens, i.preempt_pending, i.admission_number, i.moves,
-                        i.target,
+                        i.target, i.reserved,
                     )
                 )  # fmt: skip
         engines = [

@@ -54,6 +54,8 @@ class Item:
     """Past its level's quantum."""
     ripe: bool = False
     """Leased for so long that it may move."""
+    reserved: float = 0.0
+    """KV tokens that its lease keeps room for."""
     row: int = -1
     """In the run's table of movers."""
 
@@ -61,6 +63,11 @@ class Item:
     def engine(self) -> str:
         """Name of the engine that it is leased to; empty while it waits."""
         return self.place.name if self.place is not None else ""
+
+    @property
+    def charge(self) -> float:
+        """KV tokens that it counts for where it is leased."""
+        return max(self.tokens, self.reserved)
 
     @property
     def quantum_used(self) -> int:
@@ -91,6 +98,8 @@ class Engine:
     """Pending preemptions that move here: their place is kept."""
     tokens: int = 0
     """Of all that is leased to it."""
+    charged: float = 0.0
+    """KV tokens kept for all that is leased to it."""
     going: int = 0
     """Tokens of those leased to it whose preemption is pending."""
     pending: int = 0
