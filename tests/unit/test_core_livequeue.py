@@ -49,6 +49,7 @@ class Model:
 
     engines: dict[str, EngineView] = field(default_factory=dict)
     rows: dict[str, Row] = field(default_factory=dict)
+    kv_told: dict[str, int] = field(default_factory=dict)
 
     def view(self, now):
         queued = [
@@ -116,8 +117,24 @@ class Twins(RuleBasedStateMachine):
 
     @rule(place=PLACES)
     def engine(self, place):
-        self.model.engines[place.name] = place
+        self.tell_engine(place)
+
+    def tell_engine(self, place):
+        """A report that says what the one before said of the KV cache is taken for the same one."""
         self.live.engine(place)
+        before = self.model.engines.get(place.name)
+        if before and self.model.kv_told[place.name] == place.kv_used_tokens:
+            place = replace(place, kv_used_tokens=before.kv_used_tokens)
+        else:
+            self.model.kv_told[place.name] = place.kv_used_tokens
+        self.model.engines[place.name] = place
+
+    def left(self, r):
+        """It holds no KV cache any more where it was leased."""
+        place = self.model.engines.get(r.engine)
+        if place and not r.tool:
+            used = max(0, place.kv_used_tokens - r.tokens)
+            self.model.engines[r.engine] = replace(place, kv_used_tokens=used)
 
     @rule(
         index=st.integers(0, 5),
@@ -127,9 +144,7 @@ class Twins(RuleBasedStateMachine):
     def load(self, index, used, rate):
         if self.model.engines:
             name = sorted(self.model.engines)[index % len(self.model.engines)]
-            place = replace(self.model.engines[name], kv_used_tokens=used, seconds_per_token=rate)
-            self.model.engines[name] = place
-            self.live.engine(place)
+            self.tell_engine(replace(self.model.engines[name], kv_used_tokens=used, seconds_per_token=rate))
 
     @rule(name=st.sampled_from(ENGINES))
     def drop(self, name):
@@ -165,6 +180,7 @@ class Twins(RuleBasedStateMachine):
         r = self.pick(index, leased=True)
         if r is None:
             return
+        self.left(r)
         r.last, r.moves = r.target or r.engine, r.moves + r.pending
         r.engine, r.pending, r.target, r.tool, r.since, r.reserved = "", False, "", False, self.now, 0.0
         r.level = level
@@ -229,6 +245,7 @@ class Twins(RuleBasedStateMachine):
     def end(self, index):
         r = self.pick(index)
         if r is not None:
+            self.left(r)
             del self.model.rows[r.name]
             self.live.ended(r.name)
 

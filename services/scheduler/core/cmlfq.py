@@ -56,8 +56,9 @@ class QueueSettings:
     max_moves_each: int = 3
     """Moves of one trajectory: noise in the rates must not send it round and round."""
     kv_watermark: float = 0.95
-    kv_growth: float = 0.5
-    """Share of what a leased one is expected to generate (p50) that KV room is kept for: on average it has half of it."""
+    kv_growth: float = 1.0
+    """Share of what a leased one is expected to generate (p50) that KV room is kept for. Less stops more of them
+    later."""
     kv_pressure: float = 0.98
     reserve_share: float = 0.25
     """Share of a higher level's slots that spilled work does not take."""
@@ -120,6 +121,7 @@ class EngineView:
     running: int
     kv_capacity_tokens: int
     kv_used_tokens: int
+    """As last reported, less what has left since."""
     seconds_per_token: float | None
     prefill_tokens_per_second: float | None
     admitting: bool

@@ -88,6 +88,7 @@ class LiveQueue(Placing, Moving):
         run = engine.run
         self._leave(engine)
         engine.run, engine.seconds_per_token, engine.kv_used, engine.foreign = None, None, 0, len(engine.running)
+        engine.kv_told = -1
         self._rates[engine.index] = np.nan
         self._hot.pop(name, None)
         self._all(run.name)
@@ -112,12 +113,11 @@ class LiveQueue(Placing, Moving):
 
     def _loads(self, engine: Engine, view: EngineView) -> None:
         """Its measurements. A rate within RATE_STEP of the one decided with counts as the same."""
-        eased = view.kv_used_tokens < engine.kv_used
-        engine.kv_used = view.kv_used_tokens
-        if engine.kv_capacity and engine.kv_used / engine.kv_capacity > self._settings.kv_pressure:
-            self._hot[engine.name] = engine
-        else:
-            self._hot.pop(engine.name, None)
+        eased = False
+        if view.kv_used_tokens != engine.kv_told:
+            eased = view.kv_used_tokens < engine.kv_used
+            engine.kv_told = engine.kv_used = view.kv_used_tokens
+        self._heat(engine)
         if not _same_speed(view, engine):
             engine.seconds_per_token, engine.prefill = view.seconds_per_token, view.prefill_tokens_per_second
             engine.seconds_per_sequence, engine.measured_load = view.seconds_per_sequence, view.measured_load
@@ -128,6 +128,12 @@ class LiveQueue(Placing, Moving):
             self._may_give(engine, slower=True)
         if eased and engine.tight:
             self._room(engine)
+
+    def _heat(self, engine: Engine) -> None:
+        if engine.kv_capacity and engine.kv_used / engine.kv_capacity > self._settings.kv_pressure:
+            self._hot[engine.name] = engine
+        else:
+            self._hot.pop(engine.name, None)
 
     def _run(self, name: str) -> Run:
         run = self._runs.get(name)
@@ -341,6 +347,9 @@ class LiveQueue(Placing, Moving):
         item.place = None
         del place.running[item.name]
         place.foreign -= place.run is not run
+        if not item.in_tool_wait and place.run is not None:
+            place.kv_used = max(0, place.kv_used - item.tokens)
+            self._heat(place)
         place.tokens -= item.tokens
         place.charged -= item.charge
         item.reserved = 0.0

@@ -88,6 +88,9 @@ class Engine:
     cap: int = 0
     kv_capacity: int = 0
     kv_used: int = 0
+    """As last reported, less what left since: what was stopped must not be stopped for again."""
+    kv_told: int = -1
+    """As last reported."""
     seconds_per_token: float | None = None
     seconds_per_sequence: float | None = None
     measured_load: int = 0
