@@ -446,3 +446,21 @@ def test_events_that_do_not_fit_the_state_are_errors():
     live.drop_engine("e0")
     with pytest.raises(KeyError):
         live.drop_engine("e0")
+
+
+def test_one_report_of_a_full_cache_stops_only_as_many_as_it_takes():
+    live, _ = one_engine(8, kv_capacity_tokens=1_000, kv_used_tokens=0)
+    for i in range(8):
+        wait(live, f"t{i}", admission_number=i, tokens=123)
+        live.leased(f"t{i}", engine="e0", level=0, since=0.0)
+    full = EngineView("e0", "r", 0, 8, 8, 1_000, 984, 0.02, 1_000.0, True)
+    live.engine(full)
+    (stop,) = live.decide(1.0)
+    assert (stop.trajectory, stop.reason.code) == ("t7", "KV_PRESSURE")
+    live.preempting("t7", level=0)
+    wait(live, "t7", at=1.0, admission_number=7, tokens=123)
+    assert live.decide(1.0) == []
+    live.engine(full)
+    assert live.decide(1.1) == [], "the same report again says nothing new"
+    live.engine(replace(full, kv_used_tokens=985))
+    assert [a.trajectory for a in live.decide(2.0)] == ["t6"]
