@@ -12,7 +12,7 @@ from services.scheduler.control.ledger import Change, Ledger
 from services.scheduler.control.trajectories import End, Progress
 from services.scheduler.core.estimator import RemainingWork
 from services.scheduler.core.model import Manifest, Session, Trajectory
-from services.scheduler.core.occupancy import Occupancy
+from services.scheduler.core.occupancy import LONG, Occupancy
 
 MAX_STEPS = 256
 SMOOTHING = 0.2
@@ -68,7 +68,7 @@ class EngineRate:
     kv_capacity: int = 0
     kv_used: int = 0
     waiting: int = 0
-    speed: Occupancy = field(default_factory=Occupancy)
+    speed: Occupancy = field(default_factory=lambda: Occupancy(LONG))
     """Seconds per token by sequences that run at once."""
 
 

@@ -282,7 +282,7 @@ def _engine_for(
         distance = 0 if aged or unmeasured else abs(engine.level - level)
         share = room.load(engine) / engine.concurrency_cap
         again = _again(item, engine, room)
-        return (finish > soonest * (1 + settings.hysteresis), distance, not again, finish, share)
+        return (finish > soonest * (1 + settings.hysteresis), distance, not again, share)
 
     best = min(key(e) for e in able)
     return _one_of(item, [e for e in able if key(e) == best])

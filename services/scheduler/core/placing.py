@@ -181,12 +181,12 @@ class Placing(Content):
             if finish is not None and finish < soonest:
                 soonest = finish
         late = soonest * (1 + self._settings.hysteresis) if soonest < math.inf else math.inf
-        best: tuple[bool, int, bool, float, float] | None = None
+        best: tuple[bool, int, bool, float] | None = None
         equals: list[Engine] = []
         for place, again, known in able:
             finish = soonest if known is None else known
             distance = 0 if aged or (known is None and soonest < math.inf) else abs(place.level - level)
-            key = (finish > late, distance, not again, finish, place.load / place.cap)
+            key = (finish > late, distance, not again, place.load / place.cap)
             if best is None or key < best:
                 best, equals = key, [place]
             elif key == best:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from services.scheduler.core import cmlfq
 from services.scheduler.core.estimator import RemainingWork
 from services.scheduler.core.livequeue import LiveQueue
-from services.scheduler.core.occupancy import Occupancy
+from services.scheduler.core.occupancy import LONG, Occupancy
 from services.simulator.engine import EngineState
 from services.simulator.layout import ClusterSpec, Layout
 from services.simulator.parametric import CAP_TOKENS
@@ -190,7 +190,7 @@ class Libra(Policy):
         for engine in view.engines:
             name = str(engine.index)
             if engine.alive:
-                speed = self._speeds.setdefault(name, Occupancy())
+                speed = self._speeds.setdefault(name, Occupancy(LONG))
                 self.live.engine(_engine(engine, levels[engine.tp], speed))
             elif self._speeds.pop(name, None) is not None:
                 self.live.drop_engine(name)
