@@ -9,13 +9,21 @@ used its level's token quantum in one lease belongs to the next level; it is mov
 
 so evidence enters through the estimate of what remains, which follows tool returns, siblings and progress. A
 short estimate moves nothing; in the drain phase, when nothing is queued, the same rule re-homes the tail without
-asking for the quantum. Moves wait for the end of the turn, so that the re-prefill overlaps with the tool call.
+asking for the quantum, also to a much faster engine of the same level. Moves wait for the end of the turn, so that the
+re-prefill overlaps with the tool call.
 
 Order: aged first, then priority, then admission order, so that groups close; within a group the longest remaining
 first. Nothing starves: after `max_wait_s` any engine of any level will do; one that is past its quantum is stopped if
-all are full; and if the KV cache lacks room for it, one engine takes in nothing else until it fits. An engine of the
-trajectory's own level is preferred; otherwise work never waits while an engine of another level has room, but part of a
-higher level's slots stay reserved for its own.
+all are full; and if the KV cache lacks room for it, one engine takes in nothing else until it fits. Work never waits
+while an engine of another level has room, but part of a higher level's slots stay reserved for its own.
+
+Place: where what remains is expected to finish soonest,
+
+    finish = remaining tokens (p50) x seconds per token there with this one more + re-prefill of its tokens
+
+counting differences within the hysteresis as none: among those an engine of its own level is preferred, then the one
+it was on, then the least share of slots. An engine of unknown speed counts as the best of its own level, or it would
+stay unknown. KV room is kept for what leased trajectories are expected to generate (`kv_growth`).
 
 An engine serves one run, so runs are decided apart: one run's queue neither ends another's drain phase nor hides those
 of another that starve. They share `max_moves` alone: first those that make room for starving work (never more than one
@@ -57,8 +65,8 @@ class QueueSettings:
     """Moves of one trajectory: noise in the rates must not send it round and round."""
     kv_watermark: float = 0.95
     kv_growth: float = 1.0
-    """Share of what a leased one is expected to generate (p50) that KV room is kept for. Less stops more of them
-    later."""
+    """Share of what a leased one is expected to generate (p50) that KV room is kept for. Less stops more of them later.
+    """
     kv_pressure: float = 0.98
     reserve_share: float = 0.25
     """Share of a higher level's slots that spilled work does not take."""
