@@ -154,8 +154,7 @@ class Cluster:
     def _settle(self) -> None:
         if self._room and self.view.queued:
             self._room = False
-            for action in self.policy.admit(self.view):
-                self._assign(self._sequences[action.trajectory.index], action.engine)
+            self._carry_out(self.policy.admit(self.view))
         scheduled, events = self._scheduled, self._events
         for index in self._touched:
             engine = self.engines[index]
@@ -237,6 +236,7 @@ class Cluster:
         sequence.kept = 0
         sequence.ready = False
         seen.in_tool = True
+        self.policy.on_call(seen)
         self._at(self.now + turn.latency_s, self._returned, sequence, None)
         if sequence.pending is not None:
             target, sequence.pending = sequence.pending, None
@@ -319,11 +319,14 @@ class Cluster:
         self._idle = self._idle + 1 if not actions and len(self._events) == 1 else 0
         if self._idle > MAX_IDLE:
             raise RuntimeError(self._stuck())
+        self._carry_out(actions)
+
+    def _carry_out(self, actions: Iterable[Assign | Move]) -> None:
         for action in actions:
             sequence = self._sequences[action.trajectory.index]
             if isinstance(action, Assign):
                 self._assign(sequence, action.engine)
-            elif isinstance(action, Move):
+            else:
                 self._ask_to_move(sequence, action)
 
     def _ask_to_move(self, sequence: Sequence, action: Move) -> None:

@@ -203,7 +203,7 @@ def test_libra_is_the_production_queue():
     assert result.preemptions == 0, "what is admitted fits"
     assert sum(e.generated for e in cluster.engines) == sum(e.generated for e in work)
     assert not policy._levels
-    assert not policy._kept
+    assert not len(policy.live)
 
 
 def test_libra_told_that_all_went_well_does_not_see_outcomes():

@@ -40,6 +40,7 @@ class Row:
     last: str = ""
     moves: int = 0
     avoid: frozenset[str] = frozenset()
+    reserved: float = 0.0
 
 
 @dataclass
@@ -48,6 +49,7 @@ class Model:
 
     engines: dict[str, EngineView] = field(default_factory=dict)
     rows: dict[str, Row] = field(default_factory=dict)
+    kv_told: dict[str, int] = field(default_factory=dict)
 
     def view(self, now):
         queued = [
@@ -60,7 +62,7 @@ class Model:
         running = [
             RunningTrajectory(
                 r.name, r.run, r.engine, r.level, r.since, r.generated, r.generated - r.base, r.tool, r.p50, r.p90,
-                r.tokens, r.pending, r.number, r.moves, r.target if r.pending else "",
+                r.tokens, r.pending, r.number, r.moves, r.target if r.pending else "", r.reserved,
             )
             for r in self.rows.values() if r.engine
         ]  # fmt: skip
@@ -77,11 +79,13 @@ PLACES = st.builds(
     kv_used_tokens=st.sampled_from([0, 100, 500, 511]),
     seconds_per_token=st.sampled_from([None, 0.0625, 0.03125, 0.015625]),
     prefill_tokens_per_second=st.sampled_from([None, 256.0, 4_096.0]), admitting=st.sampled_from([True, True, False]),
+    seconds_per_sequence=st.sampled_from([None, 0.0, 0.015625, 0.0078125]), measured_load=st.integers(0, 4),
 )  # fmt: skip
 RULES = st.builds(
     QueueSettings, quantum_tokens=st.sampled_from([(), (48,), (48, 96)]), max_wait_s=st.sampled_from([2.0, 8.0]),
     max_moves=st.sampled_from([0, 1, 4, 50]), hysteresis=st.sampled_from([0.0, 0.25]), min_lease_s=st.sampled_from([0.0, 2.0]),
     min_remaining=st.sampled_from([0.0, 24.0]), max_moves_each=st.sampled_from([1, 3]),
+    kv_growth=st.sampled_from([0.0, 0.5, 1.0]),
 )  # fmt: skip
 
 
@@ -113,8 +117,24 @@ class Twins(RuleBasedStateMachine):
 
     @rule(place=PLACES)
     def engine(self, place):
-        self.model.engines[place.name] = place
+        self.tell_engine(place)
+
+    def tell_engine(self, place):
+        """A report that says what the one before said of the KV cache is taken for the same one."""
         self.live.engine(place)
+        before = self.model.engines.get(place.name)
+        if before and self.model.kv_told[place.name] == place.kv_used_tokens:
+            place = replace(place, kv_used_tokens=before.kv_used_tokens)
+        else:
+            self.model.kv_told[place.name] = place.kv_used_tokens
+        self.model.engines[place.name] = place
+
+    def left(self, r):
+        """It holds no KV cache any more where it was leased."""
+        place = self.model.engines.get(r.engine)
+        if place and not r.tool:
+            used = max(0, place.kv_used_tokens - r.tokens)
+            self.model.engines[r.engine] = replace(place, kv_used_tokens=used)
 
     @rule(
         index=st.integers(0, 5),
@@ -124,9 +144,7 @@ class Twins(RuleBasedStateMachine):
     def load(self, index, used, rate):
         if self.model.engines:
             name = sorted(self.model.engines)[index % len(self.model.engines)]
-            place = replace(self.model.engines[name], kv_used_tokens=used, seconds_per_token=rate)
-            self.model.engines[name] = place
-            self.live.engine(place)
+            self.tell_engine(replace(self.model.engines[name], kv_used_tokens=used, seconds_per_token=rate))
 
     @rule(name=st.sampled_from(ENGINES))
     def drop(self, name):
@@ -162,8 +180,9 @@ class Twins(RuleBasedStateMachine):
         r = self.pick(index, leased=True)
         if r is None:
             return
+        self.left(r)
         r.last, r.moves = r.target or r.engine, r.moves + r.pending
-        r.engine, r.pending, r.target, r.tool, r.since = "", False, "", False, self.now
+        r.engine, r.pending, r.target, r.tool, r.since, r.reserved = "", False, "", False, self.now, 0.0
         r.level = level
         self.tell_queued(r)
 
@@ -175,13 +194,19 @@ class Twins(RuleBasedStateMachine):
 
     def lease(self, r, engine, level, base, since):
         r.engine, r.level, r.since, r.base = engine, level, since, base
+        self.reserve(r)
         self.live.leased(r.name, engine=engine, level=level, since=since, base=base)
+
+    def reserve(self, r):
+        place = self.model.engines.get(r.engine)
+        r.reserved = r.tokens + self.rules.kv_growth * r.p50 if place and place.kv_capacity_tokens else 0.0
 
     @rule(index=st.integers(0, 50), more=st.integers(0, 80), tool=st.booleans(), p50=QUARTERS)
     def turn(self, index, more, tool, p50):
         r = self.pick(index, leased=True)
         if r is not None:
             r.generated, r.tokens, r.tool, r.p50, r.p90 = r.generated + more, r.tokens + more + 3, tool, p50, 2 * p50
+            self.reserve(r)
             self.live.turned(r.name, generated=r.generated, tokens=r.tokens, in_tool_wait=tool)
 
     @rule(index=st.integers(0, 50), less=st.integers(1, 80))
@@ -189,6 +214,7 @@ class Twins(RuleBasedStateMachine):
         r = self.pick(index, leased=True)
         if r is not None:
             r.tokens = max(1, r.tokens - less)
+            self.reserve(r)
             self.live.turned(r.name, generated=r.generated, tokens=r.tokens, in_tool_wait=r.tool)
 
     @rule(index=st.integers(0, 50), p50=QUARTERS)
@@ -219,6 +245,7 @@ class Twins(RuleBasedStateMachine):
     def end(self, index):
         r = self.pick(index)
         if r is not None:
+            self.left(r)
             del self.model.rows[r.name]
             self.live.ended(r.name)
 
@@ -281,7 +308,7 @@ def walk(seed, steps, machine):
         QueueSettings(
             quantum_tokens=quantum, max_wait_s=rng.choice([2.0, 8.0, 1_000.0]), max_moves=rng.choice([0, 1, 4, 50]),
             min_lease_s=rng.choice([0.0, 2.0]), max_moves_each=rng.choice([1, 3, 100]),
-            hysteresis=rng.choice([0.0, 0.25]),
+            hysteresis=rng.choice([0.0, 0.25]), kv_growth=rng.choice([0.0, 0.5, 1.0]),
         )
     )  # fmt: skip
     runs, roomy, crowd = rng.choice([RUNS, RUNS[:1]]), rng.choice([0, 0.5, 1]), rng.choice([8, 20, 60])
@@ -291,6 +318,7 @@ def walk(seed, steps, machine):
             name, rng.choice(runs), rng.choice([0, 0, 1, 2]), rng.choice([1, 2, 4, 8]), 0,
             0 if rng.random() < roomy else rng.choice([512, 2_048, 8_192]), rng.choice([0, 0, 100, 500, 2_010]),
             rng.choice([0.125, 0.03125, 0.015625, 0.0625, None]), rng.choice([None, 256.0, 4_096.0]), rng.random() < 0.9,
+            rng.choice([None, 0.0, 0.015625, 0.0078125]), rng.randrange(4),
         )  # fmt: skip
 
     def quarters(most):
@@ -418,3 +446,21 @@ def test_events_that_do_not_fit_the_state_are_errors():
     live.drop_engine("e0")
     with pytest.raises(KeyError):
         live.drop_engine("e0")
+
+
+def test_one_report_of_a_full_cache_stops_only_as_many_as_it_takes():
+    live, _ = one_engine(8, kv_capacity_tokens=1_000, kv_used_tokens=0)
+    for i in range(8):
+        wait(live, f"t{i}", admission_number=i, tokens=123)
+        live.leased(f"t{i}", engine="e0", level=0, since=0.0)
+    full = EngineView("e0", "r", 0, 8, 8, 1_000, 984, 0.02, 1_000.0, True)
+    live.engine(full)
+    (stop,) = live.decide(1.0)
+    assert (stop.trajectory, stop.reason.code) == ("t7", "KV_PRESSURE")
+    live.preempting("t7", level=0)
+    wait(live, "t7", at=1.0, admission_number=7, tokens=123)
+    assert live.decide(1.0) == []
+    live.engine(full)
+    assert live.decide(1.1) == [], "the same report again says nothing new"
+    live.engine(replace(full, kv_used_tokens=985))
+    assert [a.trajectory for a in live.decide(2.0)] == ["t6"]

@@ -58,3 +58,13 @@ def test_capacity_is_positive_and_finite_and_grows_with_slots(windows, slots):
     capacity, more = known.capacity(slots), known.capacity(slots + 1)
     assert 0 < capacity < math.inf
     assert more >= capacity * (1 - 1e-9)
+
+
+def test_one_that_slowed_down_keeps_the_shape_of_its_curve():
+    known = Occupancy()
+    assert known.slope_at(10.0, 0.05) is None
+    for load in (2, 5, 9, 14, 20, 28, 6, 11):
+        feed(known, load, 0.05, 0.002)
+    assert known.slope_at(10.0, 0.07) == pytest.approx(0.002, rel=0.1)
+    assert known.slope_at(10.0, 0.28) == pytest.approx(0.008, rel=0.1)
+    assert known.slope_at(0.0, 0.28) is None

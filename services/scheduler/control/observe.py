@@ -12,6 +12,7 @@ from services.scheduler.control.ledger import Change, Ledger
 from services.scheduler.control.trajectories import End, Progress
 from services.scheduler.core.estimator import RemainingWork
 from services.scheduler.core.model import Manifest, Session, Trajectory
+from services.scheduler.core.occupancy import LONG, Occupancy
 
 MAX_STEPS = 256
 SMOOTHING = 0.2
@@ -67,6 +68,8 @@ class EngineRate:
     kv_capacity: int = 0
     kv_used: int = 0
     waiting: int = 0
+    speed: Occupancy = field(default_factory=lambda: Occupancy(LONG))
+    """Seconds per token by sequences that run at once."""
 
 
 @dataclass(slots=True)
@@ -125,6 +128,9 @@ class Observe:
         if now > rate.at:
             made = max(0, engine.generated_tokens - rate.generated)
             rate.tokens_per_second = made / (now - rate.at)
+            if engine.seconds_per_token > 0:
+                running_seconds = engine.running * (now - rate.at)
+                rate.speed.add(running_seconds, running_seconds / engine.seconds_per_token, now - rate.at)
         rate.at, rate.generated, rate.paused = now, engine.generated_tokens, engine.paused_seconds
         rate.running, rate.waiting = engine.running, engine.waiting
         rate.kv_capacity, rate.kv_used = engine.kv_capacity_tokens, engine.kv_used_tokens

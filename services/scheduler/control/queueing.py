@@ -139,6 +139,10 @@ class Queueing:
         )
         return guess.p50, guess.p90
 
+    def _reserved(self, name: str) -> float:
+        """The live queue's own: it holds for as long as a report does."""
+        return self.live.reserved(name) if name in self.live else 0.0
+
     # ---- the same from scratch
 
     def view(self, change: Change) -> cmlfq.QueueView:
@@ -169,7 +173,7 @@ class Queueing:
                         generated=item.generated_tokens, quantum_used=item.generated_tokens - item.lease_generated,
                         in_tool_wait=item.in_tool_wait, estimate_p50=p50, estimate_p90=p90, tokens=_tokens(item),
                         preempt_pending=item.name in pending, admission_number=item.admission_number,
-                        moves=item.preempted, target=item.prefer,
+                        moves=item.preempted, target=item.prefer, reserved=self._reserved(item.name),
                     )
                 )  # fmt: skip
         engines = self._engines(change, Counter(t.engine for t in running))
@@ -190,7 +194,8 @@ class Queueing:
                     kv_capacity_tokens=rate.kv_capacity if rate else 0, kv_used_tokens=rate.kv_used if rate else 0,
                     seconds_per_token=per_token,
                     prefill_tokens_per_second=PREFILL_SPEEDUP / per_token if per_token else None,
-                    admitting=self._admitting(change, replica),
+                    admitting=self._admitting(change, replica), measured_load=rate.running if rate else 0,
+                seconds_per_sequence=rate.speed.slope_at(rate.running, per_token) if rate and per_token else None,
                 )
             )  # fmt: skip
         return views

@@ -9,13 +9,21 @@ used its level's token quantum in one lease belongs to the next level; it is mov
 
 so evidence enters through the estimate of what remains, which follows tool returns, siblings and progress. A
 short estimate moves nothing; in the drain phase, when nothing is queued, the same rule re-homes the tail without
-asking for the quantum. Moves wait for the end of the turn, so that the re-prefill overlaps with the tool call.
+asking for the quantum, also to a much faster engine of the same level. Moves wait for the end of the turn, so that the
+re-prefill overlaps with the tool call.
 
 Order: aged first, then priority, then admission order, so that groups close; within a group the longest remaining
 first. Nothing starves: after `max_wait_s` any engine of any level will do; one that is past its quantum is stopped if
-all are full; and if the KV cache lacks room for it, one engine takes in nothing else until it fits. An engine of the
-trajectory's own level is preferred; otherwise work never waits while an engine of another level has room, but part of a
-higher level's slots stay reserved for its own.
+all are full; and if the KV cache lacks room for it, one engine takes in nothing else until it fits. Work never waits
+while an engine of another level has room, but part of a higher level's slots stay reserved for its own.
+
+Place: where what remains is expected to finish soonest,
+
+    finish = remaining tokens (p50) x seconds per token there with this one more + re-prefill of its tokens
+
+counting differences within the hysteresis as none: among those an engine of its own level is preferred, then the one
+it was on, then the least share of slots. An engine of unknown speed counts as the best of its own level, or it would
+stay unknown. KV room is kept for what leased trajectories are expected to generate (`kv_growth`).
 
 An engine serves one run, so runs are decided apart: one run's queue neither ends another's drain phase nor hides those
 of another that starve. They share `max_moves` alone: first those that make room for starving work (never more than one
@@ -56,6 +64,9 @@ class QueueSettings:
     max_moves_each: int = 3
     """Moves of one trajectory: noise in the rates must not send it round and round."""
     kv_watermark: float = 0.95
+    kv_growth: float = 1.0
+    """Share of what a leased one is expected to generate (p50) that KV room is kept for. Less stops more of them later.
+    """
     kv_pressure: float = 0.98
     reserve_share: float = 0.25
     """Share of a higher level's slots that spilled work does not take."""
@@ -103,6 +114,8 @@ class RunningTrajectory:
     """Times it was preempted so far."""
     target: str = ""
     """Engine that a pending preemption moves it to: its place there is kept."""
+    reserved: float = 0.0
+    """KV tokens that its lease keeps room for, if it has not more: as of its last report."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +129,14 @@ class EngineView:
     running: int
     kv_capacity_tokens: int
     kv_used_tokens: int
+    """As last reported, less what has left since."""
     seconds_per_token: float | None
     prefill_tokens_per_second: float | None
     admitting: bool
+    seconds_per_sequence: float | None = None
+    """What each further sequence adds to `seconds_per_token`, if known; that was measured at ..."""
+    measured_load: int = 0
+    """... so many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +160,11 @@ def reserved(engine_level: int, cap: int, level: int, aged: bool, settings: Queu
     return math.ceil(cap * settings.reserve_share) if spilled and cap > 1 else 0
 
 
+def pace(seconds_per_token: float, seconds_per_sequence: float | None, more: int) -> float:
+    """Seconds per token of each sequence with `more` of them than when it was measured."""
+    return max(0.0, seconds_per_token + (seconds_per_sequence or 0.0) * more)
+
+
 def hashed(name: str) -> int:
     """Chooses among equals by the item's name: always the first would pile new sessions onto it."""
     return zlib.crc32(name.encode())
@@ -154,8 +177,8 @@ class _Room:
     engines: Mapping[str, EngineView]
     taken: dict[str, int] = field(default_factory=dict)
     kv: dict[str, float] = field(default_factory=dict)
-    leased: dict[str, int] = field(default_factory=dict)
-    """Tokens of what is leased to each engine: its own count lags behind leases just given."""
+    leased: dict[str, float] = field(default_factory=dict)
+    """KV tokens kept for what is leased to each engine: its own count lags, and what it holds grows."""
     held: set[str] = field(default_factory=set)
     """Engines kept clear for one that waited too long and needs more of the KV cache than is free."""
 
@@ -183,7 +206,7 @@ def decide(view: QueueView, settings: QueueSettings) -> list[Assign | Preempt]:
     room = _Room(engines)
     running = sorted(view.running, key=lambda t: t.name)  # sums of floats follow their order
     for item in running:
-        room.leased[item.engine] = room.leased.get(item.engine, 0) + item.tokens
+        room.leased[item.engine] = room.leased.get(item.engine, 0) + max(item.tokens, item.reserved)
         if item.preempt_pending and item.target in engines:
             room.take(engines[item.target], item.tokens, item.estimate_p50)
     assigns, unplaced = _assign(view, settings, engines, room)
@@ -256,13 +279,37 @@ def _engine_for(
     if not able:
         return None
 
+    finishes = {e.name: _finish(item, e, room) for e in able}
+    known = [f for f in finishes.values() if f is not None]
+    soonest = min(known, default=0.0)
+
     def key(engine: EngineView) -> tuple[object, ...]:
-        distance = 0 if aged else abs(engine.level - level)
+        finish = finishes[engine.name]
+        unmeasured = finish is None and bool(known)
+        finish = soonest if finish is None else finish
+        distance = 0 if aged or unmeasured else abs(engine.level - level)
         share = room.load(engine) / engine.concurrency_cap
-        return (distance, engine.name != item.last_engine or _crowded(engine, room), share)
+        again = _again(item, engine, room)
+        return (finish > soonest * (1 + settings.hysteresis), distance, not again, share)
 
     best = min(key(e) for e in able)
     return _one_of(item, [e for e in able if key(e) == best])
+
+
+def _finish(item: QueuedTrajectory, engine: EngineView, room: _Room) -> float | None:
+    """Seconds that what remains takes there, slowed down by itself, with the prefill; None if the rate is unknown."""
+    if engine.seconds_per_token is None:
+        return None
+    more = room.load(engine) + 1 - engine.measured_load
+    decode = item.estimate_p50 * pace(engine.seconds_per_token, engine.seconds_per_sequence, more)
+    if not engine.prefill_tokens_per_second or _again(item, engine, room):
+        return decode
+    return decode + item.tokens / engine.prefill_tokens_per_second
+
+
+def _again(item: QueuedTrajectory, engine: EngineView, room: _Room) -> bool:
+    """It was there before, and may find its prefix."""
+    return engine.name == item.last_engine and not _crowded(engine, room)
 
 
 def _crowded(engine: EngineView, room: _Room) -> bool:
@@ -367,7 +414,10 @@ def _target(
             continue
         if not room.fits(target, item.tokens, item.estimate_p50, settings):
             continue
-        if target.level <= source.level and not (draining and _half_as_full(target, source, room)):
+        there = pace(there, target.seconds_per_sequence, 1)
+        faster = target.seconds_per_sequence is not None and there < 0.5 * here
+        clearly = faster or _half_as_full(target, source, room)
+        if target.level <= source.level and not (draining and clearly):
             continue
         gain = item.estimate_p50 * (here - there)
         prefill = item.tokens / target.prefill_tokens_per_second if target.prefill_tokens_per_second else 0.0
@@ -378,7 +428,7 @@ def _target(
 
 
 def _half_as_full(target: EngineView, source: EngineView, room: _Room) -> bool:
-    """Between engines of one kind only a clear difference in load is worth a move."""
+    """Between engines of one kind only a clear difference in load or speed is worth a move."""
     there = (room.load(target) + 1) / target.concurrency_cap
     return there < 0.5 * room.load(source) / max(1, source.concurrency_cap)
 

@@ -50,6 +50,10 @@ class Content:
         """Tokens of all that is leased to an engine."""
         return self._engines[engine].tokens
 
+    def reserved(self, name: str) -> float:
+        """KV tokens that the lease of a trajectory keeps room for."""
+        return self._items[name].reserved
+
     def _engine(self, name: str) -> Engine:
         engine = self._engines.get(name)
         if engine is None:
@@ -130,7 +134,7 @@ class Content:
         """KV tokens that one may need to fit, or a little more."""
         if not place.kv_capacity or place.load == 0:
             return math.inf
-        used = max(place.kv_used, place.tokens) + self._kv(place)
+        used = max(place.kv_used, place.charged) + self._kv(place)
         return place.kv_capacity * self._settings.kv_watermark - used + SLACK
 
     def _fits(self, place: Engine, item: Item, spare: int = 0) -> bool:
@@ -142,7 +146,7 @@ class Content:
             fits = item.tokens <= place.kv_capacity
             place.tight = place.tight or not fits
             return fits
-        used = max(place.kv_used, place.tokens) + self._kv(place)
+        used = max(place.kv_used, place.charged) + self._kv(place)
         fits = used + item.tokens + item.estimate_p50 <= place.kv_capacity * self._settings.kv_watermark
         place.tight = place.tight or not fits
         return fits

@@ -23,7 +23,7 @@ import math
 
 import numpy as np
 
-from services.scheduler.core.cmlfq import EngineView, QueuedTrajectory, QueueView, RunningTrajectory, hashed
+from services.scheduler.core.cmlfq import EngineView, QueuedTrajectory, QueueView, RunningTrajectory, hashed, pace
 from services.scheduler.core.livestate import Engine, Item, Run
 from services.scheduler.core.moving import Moving
 from services.scheduler.core.placing import Placing
@@ -38,6 +38,19 @@ def _close(new: float | None, old: float | None) -> bool:
     if new is None or old is None:
         return new is old
     return abs(new - old) <= RATE_STEP * old
+
+
+def _same_speed(view: EngineView, engine: Engine) -> bool:
+    """The new measurement is about the one before, and on its curve."""
+    expected = engine.seconds_per_token
+    if expected is not None:
+        expected = pace(expected, engine.seconds_per_sequence, view.measured_load - engine.measured_load)
+    return (
+        _close(view.seconds_per_token, engine.seconds_per_token)
+        and _close(view.seconds_per_token, expected)
+        and _close(view.seconds_per_sequence, engine.seconds_per_sequence)
+        and _close(view.prefill_tokens_per_second, engine.prefill)
+    )
 
 
 class LiveQueue(Placing, Moving):
@@ -75,6 +88,7 @@ class LiveQueue(Placing, Moving):
         run = engine.run
         self._leave(engine)
         engine.run, engine.seconds_per_token, engine.kv_used, engine.foreign = None, None, 0, len(engine.running)
+        engine.kv_told = -1
         self._rates[engine.index] = np.nan
         self._hot.pop(name, None)
         self._all(run.name)
@@ -99,16 +113,14 @@ class LiveQueue(Placing, Moving):
 
     def _loads(self, engine: Engine, view: EngineView) -> None:
         """Its measurements. A rate within RATE_STEP of the one decided with counts as the same."""
-        eased = view.kv_used_tokens < engine.kv_used
-        engine.kv_used = view.kv_used_tokens
-        if engine.kv_capacity and engine.kv_used / engine.kv_capacity > self._settings.kv_pressure:
-            self._hot[engine.name] = engine
-        else:
-            self._hot.pop(engine.name, None)
-        if not _close(view.seconds_per_token, engine.seconds_per_token) or not _close(
-            view.prefill_tokens_per_second, engine.prefill
-        ):
+        eased = False
+        if view.kv_used_tokens != engine.kv_told:
+            eased = view.kv_used_tokens < engine.kv_used
+            engine.kv_told = engine.kv_used = view.kv_used_tokens
+        self._heat(engine)
+        if not _same_speed(view, engine):
             engine.seconds_per_token, engine.prefill = view.seconds_per_token, view.prefill_tokens_per_second
+            engine.seconds_per_sequence, engine.measured_load = view.seconds_per_sequence, view.measured_load
             self._rates[engine.index] = np.nan if engine.seconds_per_token is None else engine.seconds_per_token
             if engine.run is not None:
                 engine.run.bounds = None
@@ -116,6 +128,12 @@ class LiveQueue(Placing, Moving):
             self._may_give(engine, slower=True)
         if eased and engine.tight:
             self._room(engine)
+
+    def _heat(self, engine: Engine) -> None:
+        if engine.kv_capacity and engine.kv_used / engine.kv_capacity > self._settings.kv_pressure:
+            self._hot[engine.name] = engine
+        else:
+            self._hot.pop(engine.name, None)
 
     def _run(self, name: str) -> Run:
         run = self._runs.get(name)
@@ -191,7 +209,9 @@ class LiveQueue(Placing, Moving):
         run.table.add(item, place.index)
         place.running[name] = item
         place.foreign += place.run is not run
+        item.reserved = self._reservation(item, place)
         place.tokens += item.tokens
+        place.charged += item.charge
         self._resize(place)
         heapq.heappush(self._ripening, (since, next(self._serial), item))
         self._may_give(place, slower=False)
@@ -206,8 +226,12 @@ class LiveQueue(Placing, Moving):
             raise ValueError(f"{name} is not leased")
         more = tokens - item.tokens
         place.tokens += more
+        before = item.charge
         item.tokens, item.generated, item.in_tool_wait = tokens, generated, in_tool_wait
         item.known = False
+        item.reserved = self._reservation(item, place)
+        grown = item.charge - before
+        place.charged += grown
         run = item.run
         if item.preempt_pending:
             place.going += more
@@ -222,7 +246,7 @@ class LiveQueue(Placing, Moving):
         if (item.spent or not run.unplaced) and item.ripe and run.roomy:
             run.movers[name] = item
             self._to_move[run.name] = run
-        if more < 0:
+        if more < 0 or grown < 0:
             self._room(place)
 
     def tool_returned(self, name: str) -> None:
@@ -297,6 +321,14 @@ class LiveQueue(Placing, Moving):
 
     # ---- parts of events
 
+    def _reservation(self, item: Item, place: Engine) -> float:
+        """What its context will be on average while it is there, as of its last report."""
+        if place.run is None or not place.kv_capacity:
+            return 0.0
+        if not item.known:
+            self._ask(item)
+        return item.tokens + self._settings.kv_growth * item.estimate_p50
+
     def _detach(self, item: Item) -> None:
         """Out of the lane or off the engine that it is on."""
         if item.lane is not None:
@@ -315,7 +347,12 @@ class LiveQueue(Placing, Moving):
         item.place = None
         del place.running[item.name]
         place.foreign -= place.run is not run
+        if not item.in_tool_wait and place.run is not None:
+            place.kv_used = max(0, place.kv_used - item.tokens)
+            self._heat(place)
         place.tokens -= item.tokens
+        place.charged -= item.charge
+        item.reserved = 0.0
         self._freed(place)
         self._forget_engine(place)
 
@@ -448,13 +485,13 @@ class LiveQueue(Placing, Moving):
                     RunningTrajectory(
                         i.name, i.run.name, i.engine, i.level, i.since, i.generated, i.quantum_used, i.in_tool_wait,
                         i.estimate_p50, i.estimate_p90, i.tokens, i.preempt_pending, i.admission_number, i.moves,
-                        i.target,
+                        i.target, i.reserved,
                     )
                 )  # fmt: skip
         engines = [
             EngineView(
                 e.name, e.run.name, e.level, e.cap, len(e.running), e.kv_capacity, e.kv_used, e.seconds_per_token,
-                e.prefill, e.admitting,
+                e.prefill, e.admitting, e.seconds_per_sequence, e.measured_load,
             )
             for e in self._engines.values() if e.run is not None
         ]  # fmt: skip

@@ -5,6 +5,7 @@ import math
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 
+from services.scheduler.core.cmlfq import pace
 from services.scheduler.core.movers import Table
 
 Key = tuple[float, ...]
@@ -53,6 +54,8 @@ class Item:
     """Past its level's quantum."""
     ripe: bool = False
     """Leased for so long that it may move."""
+    reserved: float = 0.0
+    """KV tokens that its lease keeps room for."""
     row: int = -1
     """In the run's table of movers."""
 
@@ -60,6 +63,11 @@ class Item:
     def engine(self) -> str:
         """Name of the engine that it is leased to; empty while it waits."""
         return self.place.name if self.place is not None else ""
+
+    @property
+    def charge(self) -> float:
+        """KV tokens that it counts for where it is leased."""
+        return max(self.tokens, self.reserved)
 
     @property
     def quantum_used(self) -> int:
@@ -80,7 +88,12 @@ class Engine:
     cap: int = 0
     kv_capacity: int = 0
     kv_used: int = 0
+    """As last reported, less what left since: what was stopped must not be stopped for again."""
+    kv_told: int = -1
+    """As last reported."""
     seconds_per_token: float | None = None
+    seconds_per_sequence: float | None = None
+    measured_load: int = 0
     prefill: float | None = None
     admitting: bool = False
     running: dict[str, Item] = field(default_factory=dict)
@@ -88,6 +101,8 @@ class Engine:
     """Pending preemptions that move here: their place is kept."""
     tokens: int = 0
     """Of all that is leased to it."""
+    charged: float = 0.0
+    """KV tokens kept for all that is leased to it."""
     going: int = 0
     """Tokens of those leased to it whose preemption is pending."""
     pending: int = 0
@@ -112,6 +127,11 @@ class Engine:
     def forgettable(self) -> bool:
         """Nothing is known of it but its name."""
         return self.run is None and not self.running and not self.incoming
+
+    @property
+    def joined(self) -> float:
+        """Seconds per token once one more has joined; the rate is known."""
+        return pace(self.seconds_per_token or 0.0, self.seconds_per_sequence, 1)
 
     def holds(self, tokens: int) -> bool:
         """Its KV cache is large enough."""
@@ -236,7 +256,7 @@ class Run:
 class Bounds:
     """What no move to one of these engines can do better than, at one moment."""
 
-    __slots__ = ("above", "emptiest", "fullest", "places")
+    __slots__ = ("above", "emptiest", "fastest", "places")
 
     def __init__(self, places: list[Engine]) -> None:
         self.places = places
@@ -246,11 +266,15 @@ class Bounds:
         per second; without a prefill rate it is free."""
         self.emptiest = math.inf
         """Least share that one of them would have with one more."""
+        self.fastest = math.inf
+        """Least seconds per token that one of them would have with one more, of those of which that is known."""
         best: dict[int, tuple[float, float]] = {}
         for engine in places:
             share = (engine.load + 1) / engine.cap
             self.emptiest = min(self.emptiest, share)
-            here, there = engine.seconds_per_token or 0.0, engine.prefill or math.inf
+            here, there = engine.joined, engine.prefill or math.inf
+            if engine.seconds_per_sequence is not None:
+                self.fastest = min(self.fastest, here)
             fastest, prefill = best.get(engine.level, (math.inf, 0.0))
             if here < fastest or there > prefill:
                 best[engine.level] = (min(here, fastest), max(there, prefill))
@@ -272,7 +296,9 @@ class Bounds:
         """Fastest decode and prefill that a move from `source` could lead to; None if it can lead nowhere."""
         if source.run is None or source.seconds_per_token is None or not self.places:
             return None
-        if draining and self.emptiest < 0.5 * source.load / max(1, source.cap):
+        if draining and (
+            self.emptiest < 0.5 * source.load / max(1, source.cap) or self.fastest < 0.5 * source.seconds_per_token
+        ):
             return self.above[-1][1:]
         best = None
         for level, fastest, prefill in self.above:

@@ -211,17 +211,22 @@ class Moving(Content):
 
     @staticmethod
     def _leads(source: Engine, target: Engine, draining: bool) -> bool:
-        """A move from one to the other is thinkable: to a higher level, or in the drain phase to much less load."""
+        """A move from one to the other is thinkable: to a higher level, or in the drain phase to a much faster engine
+        or to much less load.
+        """
         here, there = source.seconds_per_token, target.seconds_per_token
         if here is None or there is None or source is target or source.run is None:
             return False
         if target.level > source.level:
             return True
-        return draining and (target.load + 1) / target.cap < 0.5 * source.load / max(1, source.cap)
+        if not draining:
+            return False
+        faster = target.seconds_per_sequence is not None and target.joined < 0.5 * here
+        return faster or (target.load + 1) / target.cap < 0.5 * source.load / max(1, source.cap)
 
     def _worth(self, item: Item, source: Engine, target: Engine) -> tuple[float, float]:
         """Seconds gained and seconds that the move costs."""
-        gain = item.estimate_p50 * ((source.seconds_per_token or 0.0) - (target.seconds_per_token or 0.0))
+        gain = item.estimate_p50 * ((source.seconds_per_token or 0.0) - target.joined)
         return gain, self._settings.handover_s + (item.tokens / target.prefill if target.prefill else 0.0)
 
     def _pays(self, item: Item, source: Engine, target: Engine) -> bool:

@@ -18,6 +18,8 @@ FORGET = 0.93
 """Weight of a window against the next one: about the last fifteen count."""
 PRIOR = 0.02
 """Strength of the prior slope, in units of the mean load squared: little, once loads differ by a quarter."""
+LONG = 0.999
+"""Loads rise and fall with the steps, and contexts grow while they fall: a curve needs windows of both."""
 MIN_WINDOWS = 3
 
 
@@ -25,6 +27,8 @@ MIN_WINDOWS = 3
 class Occupancy:
     """Decayed sums over windows, weighted by tokens."""
 
+    forget: float = FORGET
+    """Weight of a window against the next one; of a load report of a second it is LONG."""
     windows: int = 0
     weight: float = 0.0
     load: float = 0.0
@@ -40,11 +44,11 @@ class Occupancy:
             return
         load, residence = leased_seconds / seconds, leased_seconds / tokens
         self.windows += 1
-        self.weight = FORGET * self.weight + tokens
-        self.load = FORGET * self.load + tokens * load
-        self.residence = FORGET * self.residence + tokens * residence
-        self.load_load = FORGET * self.load_load + tokens * load * load
-        self.load_residence = FORGET * self.load_residence + tokens * load * residence
+        self.weight = self.forget * self.weight + tokens
+        self.load = self.forget * self.load + tokens * load
+        self.residence = self.forget * self.residence + tokens * residence
+        self.load_load = self.forget * self.load_load + tokens * load * load
+        self.load_residence = self.forget * self.load_residence + tokens * load * residence
 
     def fit(self) -> tuple[float, float] | None:
         """(w0, w1) in seconds per token, neither negative; None before MIN_WINDOWS."""
@@ -57,6 +61,16 @@ class Occupancy:
         slope = (covariance + strength * 0.5 * residence / load) / (variance + strength)
         slope = min(max(0.0, slope), residence / load)
         return residence - slope * load, slope
+
+    def slope_at(self, load: float, residence: float) -> float | None:
+        """Seconds per token that one more adds where so many take `residence` each: the fitted curve's shape at the
+        height measured now, since an engine that slowed down is slower at every load. None before there is evidence.
+        """
+        fitted = self.fit()
+        if fitted is None or load <= 0:
+            return None
+        whole = fitted[0] + fitted[1] * load
+        return fitted[1] * residence / whole if whole > 0 else None
 
     def capacity(self, slots: int) -> float | None:
         """Tokens per second with all slots leased; None before there is evidence."""

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterable
 
 from services.scheduler.core import verdicts
-from services.scheduler.core.cmlfq import reserved
+from services.scheduler.core.cmlfq import pace, reserved
 from services.scheduler.core.livecontent import Content
 from services.scheduler.core.livestate import Engine, Item, Lane, Run
 from services.scheduler.core.verdicts import Assign
@@ -167,24 +167,42 @@ class Placing(Content):
     def _choose(self, item: Item, aged: bool, places: list[Engine], level: int = 0) -> Engine | None:
         if not item.known:
             self._ask(item)
-        best: tuple[int, bool, float] | None = None
-        equals: list[Engine] = []
+        able: list[tuple[Engine, bool, float | None]] = []
+        soonest = math.inf
         for place in places:
-            again = place.name == item.last_engine and not place.load > 0.9 * place.cap
-            key = (0 if aged else abs(place.level - level), not again, place.load / place.cap)
-            if (best is not None and key > best) or place.name in item.avoid:
+            if place.name in item.avoid:
                 continue
             spare = reserved(place.level, place.cap, level, aged, self._settings) if place.level > level else 0
             if not self._fits(place, item, spare):
                 continue
+            again = place.name == item.last_engine and not place.load > 0.9 * place.cap
+            finish = self._finish(item, place, again)
+            able.append((place, again, finish))
+            if finish is not None and finish < soonest:
+                soonest = finish
+        late = soonest * (1 + self._settings.hysteresis) if soonest < math.inf else math.inf
+        best: tuple[bool, int, bool, float] | None = None
+        equals: list[Engine] = []
+        for place, again, known in able:
+            finish = soonest if known is None else known
+            distance = 0 if aged or (known is None and soonest < math.inf) else abs(place.level - level)
+            key = (finish > late, distance, not again, place.load / place.cap)
             if best is None or key < best:
                 best, equals = key, [place]
-            else:
+            elif key == best:
                 equals.append(place)
         if not equals:
             return None
         equals.sort(key=lambda e: e.name)
         return equals[item.hashed % len(equals)]
+
+    @staticmethod
+    def _finish(item: Item, place: Engine, again: bool) -> float | None:
+        if place.seconds_per_token is None:
+            return None
+        more = place.load + 1 - place.measured_load
+        decode = item.estimate_p50 * pace(place.seconds_per_token, place.seconds_per_sequence, more)
+        return decode + item.tokens / place.prefill if place.prefill and not again else decode
 
     def _kept_for(self, item: Item) -> Engine | None:
         run = item.run

@@ -90,7 +90,7 @@ class Policy:
         """Engine of one whose tool returned; by default the one it has."""
         return trajectory.engine if view.engines[trajectory.engine].admitting else self.place(view, trajectory)
 
-    def admit(self, view: View) -> Iterable[Assign]:
+    def admit(self, view: View) -> Iterable[Assign | Move]:
         """Called when something is queued and room may have come free."""
         del view
         return ()
@@ -104,6 +104,9 @@ class Policy:
         """Called after each step; None = as it is."""
         del view
         return None
+
+    def on_call(self, trajectory: Trajectory) -> None:
+        """A turn ended in a tool call: its tokens are up to date."""
 
     def on_turn(self, trajectory: Trajectory, tool: str, outcome: str, observation: int) -> None:
         """A tool returned so many tokens."""

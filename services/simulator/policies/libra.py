@@ -1,14 +1,18 @@
-"""Our own policy: the production estimator and queue, fed from the simulator's state. Nothing is decided here.
+"""Our own policy: the production estimator and live queue, told of what happens as the scheduler tells them. Nothing is
+decided here.
 
-The scheduler's cycle becomes `decide` every CYCLE_S; leases become assignments, preemptions moves. What production
-reads from load reports is read from the engines' states.
+Leases become assignments, preemptions moves. What is queued is decided at once, as by the scheduler's cycle of a
+fraction of a second; engines report their loads every REPORT_S, and moves are looked for every `decide_every_s`.
+Estimates are asked for when a decision needs them.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from services.scheduler.core import cmlfq
 from services.scheduler.core.estimator import RemainingWork
+from services.scheduler.core.livequeue import LiveQueue
+from services.scheduler.core.occupancy import LONG, Occupancy
 from services.simulator.engine import EngineState
 from services.simulator.layout import ClusterSpec, Layout
 from services.simulator.parametric import CAP_TOKENS
@@ -18,6 +22,7 @@ from services.simulator.trajectory import NOWHERE, Trajectory
 
 RUN = "run"
 CYCLE_S = 2.0
+REPORT_S = 1.0
 PREFILL_SPEEDUP = 20.0
 """As in the scheduler: prefill is taken to be so much faster than decoding, until it is reported."""
 SETTINGS = cmlfq.QueueSettings(
@@ -29,7 +34,8 @@ SETTINGS = cmlfq.QueueSettings(
     min_remaining=512.0,
 )
 """For engines of accelerators and tens of thousands of tokens; the defaults of the queue are those of the demo."""
-REFRESH_TOKENS = 512
+PART_TOKENS = 512
+"""A turn under way is reported in parts of at least so many tokens, or of an eighth of what there was."""
 PAYLOAD = (64, 512, 4_096)
 """Bounds of the classes of a tool's output, tokens."""
 
@@ -44,115 +50,166 @@ class Libra(Policy):
         self, layout: Layout | None = None, settings: cmlfq.QueueSettings = SETTINGS, *, outcomes: bool = True
     ) -> None:
         self._given = layout
-        self._settings = settings
         self._outcomes = outcomes
         self.remaining = RemainingWork()
-        self._levels: dict[int, int] = {}
-        self._targets: dict[int, int] = {}
-        """Where one is to go that was moved back to the queue."""
-        self._pending: set[int] = set()
-        self._at_lease: dict[int, int] = {}
-        self._kept: dict[int, tuple[tuple[int, int], tuple[float, float]]] = {}
+        self.live = LiveQueue(settings, self._estimate)
+        self._known: dict[str, Trajectory] = {}
+        """All that the queue was told of, by its name there."""
+        self._numbers: dict[str, int] = {}
+        """Admission numbers of groups."""
+        self._levels: dict[str, int] = {}
+        self._told: dict[str, int] = {}
+        """Generated tokens that the queue knows of."""
+        self._pending: dict[str, int] = {}
+        """Where each one that was asked to stop is to go."""
+        self._speeds: dict[str, Occupancy] = {}
+        """Of the engines that the queue knows, from their reports."""
+        self._states: list[tuple[bool, bool]] = []
+        self._report_at = 0.0
 
     def start(self, spec: ClusterSpec) -> Layout:
         """Uniform unless a layout is given."""
         return self._given or uniform(spec)
 
+    # ---- events
+
     def place(self, view: View, trajectory: Trajectory) -> int:
-        """The next cycle leases it."""
-        del view
-        self._pending.discard(trajectory.index)
+        """It queues; `admit` follows."""
+        name = str(trajectory.index)
+        self._pending.pop(name, None)
+        self._queue(name, trajectory, view.now)
         return NOWHERE
 
     def resume(self, view: View, trajectory: Trajectory) -> int:
         """It keeps its lease."""
         return trajectory.engine if view.engines[trajectory.engine].admitting else NOWHERE
 
+    def on_call(self, trajectory: Trajectory) -> None:
+        """A report."""
+        self._report(str(trajectory.index), trajectory)
+
     def on_turn(self, trajectory: Trajectory, tool: str, outcome: str, observation: int) -> None:
-        """Evidence."""
+        """Evidence, and a longer sequence."""
         size = sum(observation > bound for bound in PAYLOAD)
         told = outcome if self._outcomes else "ok"
         self.remaining.observe_turn(
             RUN, trajectory.group, trajectory.id, trajectory.turns - 1, trajectory.generated, tool, str(size), told
         )
+        if trajectory.engine != NOWHERE:
+            self._report(str(trajectory.index), trajectory)
 
     def on_end(self, trajectory: Trajectory) -> None:
-        """Evidence."""
+        """Evidence, and a place."""
         self.remaining.observe_end(RUN, trajectory.group, trajectory.id, trajectory.generated)
-        for known in (self._levels, self._targets, self._at_lease, self._kept):
-            known.pop(trajectory.index, None)  # type: ignore[attr-defined]
-        self._pending.discard(trajectory.index)
+        name = str(trajectory.index)
+        self._forget(name)
+        for known in (self._known, self._levels, self._told, self._pending):
+            known.pop(name, None)  # type: ignore[attr-defined]
+        self.live.group_learnt(trajectory.group)
+
+    # ---- decisions
+
+    def admit(self, view: View) -> Iterable[Assign | Move]:
+        """What is queued, as soon as there may be room."""
+        self._arrivals(view)
+        self._loads(view)
+        return self._actions(view)
 
     def decide(self, view: View) -> Sequence[Assign | Move]:
         """One cycle."""
+        self._arrivals(view)
+        self._report_at = min(self._report_at, view.now)
+        self._loads(view)
+        for name, told in self._told.items():
+            trajectory = self._known[name]
+            if trajectory.engine != NOWHERE and trajectory.generated - told >= max(PART_TOKENS, told // 8):
+                self._report(name, trajectory)
+        return self._actions(view)
+
+    def _actions(self, view: View) -> list[Assign | Move]:
         actions: list[Assign | Move] = []
-        for action in cmlfq.decide(self.queue_view(view), self._settings):
-            trajectory = view.live[int(action.trajectory)]
-            self._levels[trajectory.index] = action.level
+        for action in self.live.decide(view.now):
+            name, trajectory = action.trajectory, self._known[action.trajectory]
+            self._levels[name] = action.level
             if isinstance(action, cmlfq.Assign):
-                self._at_lease[trajectory.index] = trajectory.generated
-                self._pending.discard(trajectory.index)
+                self.live.leased(name, engine=action.engine, level=action.level, since=view.now)
                 actions.append(Assign(trajectory, int(action.engine)))
-            else:
-                self._pending.add(trajectory.index)
-                target = int(action.target_engine) if action.target_engine else NOWHERE
-                self._targets[trajectory.index] = target
-                actions.append(Move(trajectory, target, at_turn_end=action.at_turn_end))
+                continue
+            target = int(action.target_engine) if action.target_engine else NOWHERE
+            self._pending[name] = target
+            self.live.preempting(name, level=action.level, target=action.target_engine)
+            actions.append(Move(trajectory, target, at_turn_end=action.at_turn_end))
         return actions
 
-    def queue_view(self, view: View) -> cmlfq.QueueView:
-        """What waits, runs and serves, as the queue sees it."""
+    # ---- what the queue is told
+
+    def _queue(self, name: str, trajectory: Trajectory, now: float) -> None:
+        """It waits. Engines drop the KV cache of one that leaves, so none is preferred."""
+        self._known[name] = trajectory
+        self._told[name] = trajectory.generated
+        self.live.queued(
+            name, run=RUN, group=trajectory.group, priority=0, level=self._levels.setdefault(name, 0),
+            admission_number=self._numbers.setdefault(trajectory.group, trajectory.index), waiting_since=now,
+            tokens=trajectory.context, generated=trajectory.generated, moves=trajectory.moves,
+        )  # fmt: skip
+
+    def _report(self, name: str, trajectory: Trajectory) -> None:
+        if name not in self.live:
+            return  # between engines, in a tool call
+        self._told[name] = trajectory.generated
+        self.live.turned(
+            name, generated=trajectory.generated, tokens=trajectory.context, in_tool_wait=trajectory.in_tool
+        )
+
+    def _forget(self, name: str) -> None:
+        if name in self.live:
+            self.live.ended(name)
+
+    def _arrivals(self, view: View) -> None:
+        """What became of those that were asked to stop: there, on no engine until its tool returns, or staying."""
+        for name, target in list(self._pending.items()):
+            trajectory = self._known[name]
+            if trajectory.engine == NOWHERE:
+                del self._pending[name]
+                self._forget(name)
+            elif trajectory.engine == target:
+                del self._pending[name]
+                self._queue(name, trajectory, view.now)
+                self.live.leased(name, engine=str(target), level=self._levels[name], since=trajectory.since)
+            elif target != NOWHERE and not view.engines[target].admitting:
+                del self._pending[name]
+                self.live.going_on(name)
+
+    def _loads(self, view: View) -> None:
+        """Load reports that are due; engines that came, closed or went are known at once."""
+        states = [(e.alive, e.admitting) for e in view.engines]
+        if view.now < self._report_at and states == self._states:
+            return
+        self._report_at, self._states = view.now + REPORT_S, states
         levels = {tp: level for level, tp in enumerate(sorted({e.tp for e in view.engines if e.alive}))}
-        queued, running = [], []
-        for trajectory in view.live.values():
-            if trajectory.engine != NOWHERE:
-                running.append(self._running(trajectory))
-            elif trajectory.index in view.queued:
-                queued.append(self._queued(trajectory))
-        engines = [_engine(e, levels[e.tp]) for e in view.engines if e.alive]
-        return cmlfq.QueueView(view.now, queued, running, engines)
+        for engine in view.engines:
+            name = str(engine.index)
+            if engine.alive:
+                speed = self._speeds.setdefault(name, Occupancy(LONG))
+                self.live.engine(_engine(engine, levels[engine.tp], speed))
+            elif self._speeds.pop(name, None) is not None:
+                self.live.drop_engine(name)
 
-    def _queued(self, item: Trajectory) -> cmlfq.QueuedTrajectory:
-        p50, p90 = self._estimate(item)
-        return cmlfq.QueuedTrajectory(
-            name=str(item.index), run=RUN, group=item.group, admission_number=item.index, priority=0,
-            level=self._levels.get(item.index, 0), waiting_since=item.queued_since, tokens=item.context,
-            generated=item.generated, estimate_p50=p50, estimate_p90=p90, last_engine="",
-        )  # fmt: skip
-
-    def _running(self, item: Trajectory) -> cmlfq.RunningTrajectory:
-        p50, p90 = self._estimate(item)
-        pending = item.index in self._pending
-        if pending and self._targets.get(item.index) == item.engine:
-            self._pending.discard(item.index)  # it has arrived
-            self._at_lease[item.index] = item.generated
-            pending = False
-        target = self._targets.get(item.index, NOWHERE) if pending else NOWHERE
-        return cmlfq.RunningTrajectory(
-            name=str(item.index), run=RUN, engine=str(item.engine), level=self._levels.get(item.index, 0),
-            since=item.since, generated=item.generated,
-            quantum_used=item.generated - self._at_lease.get(item.index, 0), in_tool_wait=item.in_tool,
-            estimate_p50=p50, estimate_p90=p90, tokens=item.context, preempt_pending=pending,
-            admission_number=item.index, moves=item.moves, target=str(target) if target != NOWHERE else "",
-        )  # fmt: skip
-
-    def _estimate(self, item: Trajectory) -> tuple[float, float]:
-        """Kept until the turn ends or an eighth more was generated: most of a cycle asks again for the same."""
-        key = (item.turns, int(6.0 * math.log2(item.generated + REFRESH_TOKENS)))
-        kept = self._kept.get(item.index)
-        if kept is not None and kept[0] == key:
-            return kept[1]
+    def _estimate(self, name: str) -> tuple[float, float]:
+        item = self._known[name]
         most = max(1.0, float(CAP_TOKENS - item.context))
         guess = self.remaining.estimate(RUN, item.group, item.id, item.generated, item.turns, at_most=most)
-        self._kept[item.index] = (key, (guess.p50, guess.p90))
         return guess.p50, guess.p90
 
 
-def _engine(engine: EngineState, level: int) -> cmlfq.EngineView:
+def _engine(engine: EngineState, level: int, speed: Occupancy) -> cmlfq.EngineView:
     rate = engine.seconds_per_token or None
+    if rate is not None:
+        speed.add(engine.running * REPORT_S, engine.running * REPORT_S / rate, REPORT_S)
     return cmlfq.EngineView(
         name=str(engine.index), run=RUN, level=level, concurrency_cap=engine.max_running, running=engine.assigned,
         kv_capacity_tokens=engine.kv_capacity, kv_used_tokens=math.ceil(engine.context),
         seconds_per_token=rate, prefill_tokens_per_second=PREFILL_SPEEDUP / rate if rate else None,
-        admitting=engine.admitting,
+        admitting=engine.admitting, measured_load=engine.running,
+        seconds_per_sequence=speed.slope_at(engine.running, rate) if rate is not None else None,
     )  # fmt: skip
