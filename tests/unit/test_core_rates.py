@@ -5,7 +5,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from services.scheduler.core.rates import (
@@ -106,6 +106,7 @@ def test_the_error_of_predictions_shrinks_as_they_are_corrected():
 ANY = st.one_of(st.floats(allow_nan=True, allow_infinity=True), st.floats(1e-6, 1e6))
 
 
+@example([(ONE, 1.0, 1.0, 2.2e-309)])
 @given(st.lists(st.tuples(st.sampled_from([ONE, TWO, OTHER, EngineKind("z", 9)]), ANY, ANY, ANY), max_size=30))
 def test_whatever_is_reported_rates_stay_within_the_largest_correction(reports):
     book = EngineBook(TABLE)

@@ -242,10 +242,12 @@ class Errors:
     mean: Mean = field(default_factory=Mean)
 
     def add(self, predicted: float, observed: float) -> None:
-        """One pair; what is not finite or not positive is left out."""
+        """One pair; what is not finite or not positive is left out, as is an error beyond all numbers."""
         if not (math.isfinite(predicted) and math.isfinite(observed) and observed > 0):
             return
         error = abs(predicted - observed) / observed
+        if not math.isfinite(error):
+            return
         self.last = [*self.last[-(ERRORS - 1) :], error]
         self.mean.add(error)
 
