@@ -96,19 +96,23 @@ class Parametric:
         """The episodes of a step; the same (step, seed) gives the same ones."""
         return list(_batch(self, step, seed))
 
-    def _drawn(self, step: int, seed: int) -> list[Episode]:
-        rng = np.random.default_rng((seed, step))
-        family = self.families[(step // self.family_steps) % len(self.families)]
-        latency = self.latency
-        if self.shift is not None and step >= self.shift.step:
-            latency *= self.shift.latency
-        return episodes(family, self.mean(step), self.groups, self.members, rng, prefix=f"s{step}", latency=latency)
+    def family(self, step: int) -> Family:
+        """The one whose turn it is."""
+        return self.families[(step // self.family_steps) % len(self.families)]
+
+    def slowness(self, step: int) -> float:
+        """Factor on tool seconds."""
+        return self.latency * (self.shift.latency if self.shift is not None and step >= self.shift.step else 1.0)
 
 
 @lru_cache(maxsize=96)
 def _batch(workload: Parametric, step: int, seed: int) -> tuple[Episode, ...]:
     """Kept: every policy runs on the same ones, and drawing them costs as much as simulating them."""
-    return tuple(workload._drawn(step, seed))  # noqa: SLF001 - the same module's
+    drawn = episodes(
+        workload.family(step), workload.mean(step), workload.groups, workload.members,
+        np.random.default_rng((seed, step)), prefix=f"s{step}", latency=workload.slowness(step),
+    )  # fmt: skip
+    return tuple(drawn)
 
 
 def episodes(

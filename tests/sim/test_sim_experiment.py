@@ -12,8 +12,9 @@ from services.simulator.experiment import Experiment, compare, document
 from services.simulator.layout import ClusterSpec, Layout, Mode
 from services.simulator.parametric import Parametric
 from services.simulator.policies import registry
+from tests.support.shared import TRACES, needs_traces
 from tests.support.sim_times import LinearTimes, LinearTraining
-from tests.support.sim_worlds import TRACES, episode, needs_traces
+from tests.support.sim_worlds import episode
 
 SMALL = Parametric(groups=4, members=4, mean_start=400.0, mean_end=900.0)
 SPEC = ClusterSpec(LinearTimes(), LinearTraining(rate=400.0, fixed=3.0, least=2), accelerators=8, node_size=4)

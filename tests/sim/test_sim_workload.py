@@ -14,7 +14,8 @@ from services.simulator import traces
 from services.simulator.latency import TABLES
 from services.simulator.parametric import CAP_TOKENS, CODE, REPAIR, SEARCH, Parametric, Shift, log_middle
 from services.simulator.workload import Resampled, scaled, shuffled_outcomes
-from tests.support.sim_worlds import TRACES, episode, needs_traces
+from tests.support.shared import TRACES, needs_traces
+from tests.support.sim_worlds import episode
 
 
 def mean_generated(batch):

@@ -1,8 +1,6 @@
 """Small workloads and a policy that does everything it may, for the simulator's tests."""
 
-import os
 import random
-from pathlib import Path
 
 import pytest
 
@@ -11,13 +9,6 @@ from services.simulator.layout import Mode
 from services.simulator.policies.base import Assign, Move, Policy
 from services.simulator.trajectory import NOWHERE
 from services.simulator.workload import Episode, Fixed, Turn
-from tests.support.cluster import ROOT
-
-SHARED = Path(os.environ.get("LIBRA_SHARED", ROOT / "../shared"))
-TRACES = SHARED / "traces"
-needs_traces = pytest.mark.skipif(
-    not TRACES.is_dir(), reason=f"no recorded episodes at {TRACES} (set LIBRA_SHARED to their folder)"
-)
 
 
 def episode(name, *turns, prompt=10, group=None, latency=1.0, observation=5):

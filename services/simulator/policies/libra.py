@@ -103,8 +103,10 @@ class Libra(Policy):
         self.remaining.observe_end(RUN, trajectory.group, trajectory.id, trajectory.generated)
         name = str(trajectory.index)
         self._forget(name)
-        for known in (self._known, self._levels, self._told, self._pending):
-            known.pop(name, None)  # type: ignore[attr-defined]
+        self._known.pop(name, None)
+        self._levels.pop(name, None)
+        self._told.pop(name, None)
+        self._pending.pop(name, None)
         self.live.group_learnt(trajectory.group)
 
     # ---- decisions
