@@ -13,7 +13,6 @@ from services.simulator.layout import ClusterSpec, Failure, FailureKind, Layout,
 from services.simulator.parametric import CODE, SEARCH, Parametric, Shift
 from services.simulator.policies import registry, search
 from services.simulator.policies.clairvoyant import bound
-from services.simulator.policies.libra import Libra
 from services.simulator.policies.static import degrees
 from services.simulator.processes import Run, runner
 from services.simulator.results import Figures, RunResult
@@ -35,7 +34,7 @@ class Experiment:
     mode: Mode = Mode.ASYNC
     given: Layout | None = None
     cycle_s: float = 5.0
-    """Of our own policy, seconds."""
+    """Seconds between decisions, of every policy that decides at intervals."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +101,7 @@ def simulate(job: Job) -> RunResult:
     synchronous = name in registry.SYNCHRONOUS
     results = []
     for policy in registry.build(name, found, None if synchronous else experiment.given):
-        if isinstance(policy, Libra):
+        if policy.decide_every_s is not None:
             policy.decide_every_s = experiment.cycle_s
         if not synchronous:
             policy.mode = experiment.mode

@@ -49,6 +49,20 @@ def test_a_given_layout_is_everyones_but_the_synchronous_ones():
     assert [s[0] for s in found.searches] == ["colocated"]
 
 
+@pytest.mark.parametrize("name", list(registry.POLICIES))
+def test_every_policy_that_decides_at_intervals_decides_at_the_experiments(name, monkeypatch):
+    made = []
+    build = registry.build
+    monkeypatch.setattr(registry, "build", lambda *asked: made.extend(build(*asked)) or made)
+    found = registry.Layouts(
+        dict.fromkeys(("uniform", "homogeneous", "mixed", "foresight", "colocated"), Layout((2,), 4))
+    )
+    asked = Experiment(SPEC, replace(SMALL, groups=2, members=2), steps=2, first=0, cycle_s=0.9)
+    experiment.simulate((asked, name, found, 1))
+    assert made
+    assert {p.decide_every_s for p in made} <= {None, 0.9}
+
+
 def test_processes_change_nothing():
     asked = Experiment(SPEC, SMALL, steps=3, first=1)
     assert compare(asked, "static-uniform,sticky-hash", 2, workers=2) == compare(
