@@ -26,6 +26,7 @@ class Trajectory:
         "queued_since",
         "since",
         "tool",
+        "tool_s",
         "turns",
         "version",
     )
@@ -51,6 +52,8 @@ class Trajectory:
         """When it got its engine."""
         self.queued_since = now
         self.in_tool = False
+        self.tool_s = 0.0
+        """Seconds in calls that have returned."""
         self.tool = ""
         """Last call that returned, and its outcome."""
         self.outcome = ""
