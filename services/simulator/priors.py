@@ -13,8 +13,7 @@ from services.simulator.times import EngineTimes, TrainingTimes
 Floats = NDArray[np.float64]
 
 TYPICAL = (
-    (1.0, 4_096.0), (1.0, 32_768.0), (4.0, 16_384.0), (16.0, 65_536.0), (32.0, 393_216.0), (64.0, 262_144.0),
-    (128.0, 1_048_576.0),
+    (1, 4_096.0), (1, 32_768.0), (4, 16_384.0), (16, 65_536.0), (32, 393_216.0), (64, 262_144.0), (128, 1_048_576.0),
 )  # fmt: skip
 """(sequences, context tokens) of the steps that the linear rates are fitted to."""
 PREFILL = (2_048.0, 8_192.0)
@@ -25,7 +24,10 @@ def engine_rates(
     times: EngineTimes, type_: str, degrees: Sequence[int] = (1, 2, 4, 8), max_running: int = 256,
     rollout_accelerators: int = 16, asleep_bytes: float = 0.0,
 ) -> dict[EngineKind, EngineRates]:  # fmt: skip
-    """Of each degree that holds the model. `asleep_bytes`: host memory of a sleeping engine, all its weights. Exact for dense models; for experts a least-squares line over TYPICAL."""
+    """Of each degree that holds the model. `asleep_bytes`: host memory of a sleeping engine, all its weights.
+
+    Exact for dense models; for experts a least-squares line over TYPICAL.
+    """
     found = {}
     for tp in degrees:
         try:

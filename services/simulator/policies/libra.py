@@ -129,7 +129,7 @@ class Libra(Policy):
         self._training = view.layout.training
         if self.planned is None:
             return None
-        return self.planned.plan(view.now, view.engines, view.layout, view.steps)
+        return self.planned.plan(view.now, view.engines, view.layout)
 
     def admit(self, view: View) -> Iterable[Assign | Move]:
         """What is queued, as soon as there may be room."""

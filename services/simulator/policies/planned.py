@@ -20,7 +20,6 @@ from services.simulator.engine import EngineState
 from services.simulator.layout import ClusterSpec, Layout, replicas_of
 from services.simulator.parametric import CAP_TOKENS
 from services.simulator.policies.static import degrees
-from services.simulator.results import StepResult
 from services.simulator.trajectory import Trajectory
 
 TYPE = "accelerator"
@@ -41,7 +40,8 @@ SETTINGS = PlannerSettings(
 class Told:
     """A plan, as it was made after a step."""
 
-    step: int
+    steps: int
+    """Seen until then."""
     relayout: Relayout
 
 
@@ -79,9 +79,7 @@ class Planned:
         groups = len({t.group for t in consumed})
         self.evidence.step(Trained(done, groups, TrainerKind(TYPE, size), replicas, seconds))
 
-    def plan(
-        self, now: float, engines: Sequence[EngineState], layout: Layout, steps: Sequence[StepResult]
-    ) -> Layout | None:
+    def plan(self, now: float, engines: Sequence[EngineState], layout: Layout) -> Layout | None:
         """The layout to change to; None = as it is."""
         if not self.evidence.history.samples:
             return None
@@ -92,7 +90,7 @@ class Planned:
         )  # fmt: skip
         given = self.evidence.situation(self._fleet(engines, layout), pace, steps_left=math.inf)
         found = plan(given, self._settings, self._state)
-        self.told.append(Told(len(steps), found))
+        self.told.append(Told(self.evidence.steps, found))
         if not found.moves:
             return None
         self._moved_at += [now] * len(found.moves)
@@ -126,7 +124,8 @@ class Planned:
 def evidence_of(spec: ClusterSpec, table_of: ClusterSpec | None = None) -> Evidence:
     """Nothing observed yet; rates as a cluster's profile (its own by default) has them."""
     known = table_of or spec
-    assert spec.training is not None and known.training is not None
+    assert spec.training is not None
+    assert known.training is not None
     least = spec.training.min_accelerators()
     engines = priors.engine_rates(known.times, TYPE, degrees(spec), spec.max_running)
     trainers = priors.trainer_rates(known.training, TYPE, (least,), CAP_TOKENS)
