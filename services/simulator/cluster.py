@@ -193,9 +193,14 @@ class Cluster:
         return group
 
     def _check_length(self, episode: Episode) -> None:
-        most = max((e.state.kv_capacity for e in self.engines if e.state.alive), default=0)
-        if episode.tokens > most:
-            raise ConfigError(f"episode {episode.id} of {episode.tokens} tokens; the largest KV cache holds {most}")
+        """A policy may send it to any engine, and alone on one it must fit."""
+        least = min((e.state for e in self.engines if e.state.alive), key=lambda e: e.kv_capacity, default=None)
+        if least is not None and episode.tokens > least.kv_capacity:
+            raise ConfigError(
+                f"episode {episode.id} grows to {episode.tokens} tokens; the KV cache of engine {least.index} "
+                f"(TP{least.tp}) holds {least.kv_capacity}; expected every engine to hold the longest episode: "
+                f"use engines of a higher degree, or leave the episode out"
+            )
 
     def _place(self, sequence: Sequence) -> None:
         """An engine for one that has none and is ready, or the queue."""
@@ -508,7 +513,7 @@ class Cluster:
 
     def _relayout(self, wanted: Layout) -> None:
         change = handover.change(self.view.engines, self.view.layout, wanted, self.spec, self._mode)
-        if change is None:
+        if change is None or not self._holds_all(wanted):
             self._refused += 1
             return
         self._relayouts += 1
@@ -520,6 +525,11 @@ class Cluster:
         for tp, node in change.added:
             self._add_engine(tp, node, released + self.spec.start_s(tp))
         self._trainer.resize(wanted.training, self.now, released)
+
+    def _holds_all(self, layout: Layout) -> bool:
+        """Whether each of its engines holds the longest of the live episodes."""
+        longest = max((s.episode.tokens for s in self._sequences.values()), default=0)
+        return all(self.spec.times.kv_tokens(tp) >= longest for tp in set(layout.engines))
 
     def _remove(self, index: int) -> None:
         """Takes an engine away; its trajectories keep their tokens and go elsewhere."""

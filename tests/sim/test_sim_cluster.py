@@ -259,6 +259,15 @@ def test_a_plan_that_does_not_fit_is_refused_and_counted():
     assert result.refused >= 1
 
 
+def test_a_plan_with_an_engine_too_small_for_a_live_episode_is_refused_and_counted():
+    spec = replace(SPEC, times=Growing(step=0.1), max_running=4)  # the next batch is under way when one is trained
+    policy = Replanning(Layout((4,), 4), Layout((2, 2), 4), 1)
+    work = Fixed(tuple(episode(f"e{i}", 200 if i else 100) for i in range(4)))
+    result = Watched(spec, work, policy, seed=1, steps=3).run()
+    assert (result.relayouts, result.refused > 0) == (0, True)
+    assert result.steps[-1].layout == Layout((4,), 4).words()
+
+
 def test_engines_are_placed_within_nodes():
     spec = replace(SPEC, accelerators=12)
     assert place((4, 2, 2, 1, 1, 1, 1), (), spec) is not None
@@ -281,10 +290,19 @@ def test_a_layout_that_cannot_be_says_why(layout, words):
         check(layout, SPEC, Mode.ASYNC)
 
 
-def test_an_episode_that_no_engine_can_hold_is_refused_by_name():
-    spec = ClusterSpec(ConstantTimes(kv=100), None, accelerators=1, node_size=1)
-    with pytest.raises(ConfigError, match="episode 0/big of 210 tokens; the largest KV cache holds 100"):
-        rollout(spec, [episode("big", 200)], Policy(Layout((1,), 0)))
+class Growing(ConstantTimes):
+    """A KV cache of 100 tokens an accelerator."""
+
+    def kv_tokens(self, tp):
+        return 100 * tp
+
+
+def test_an_episode_that_the_smallest_engine_cannot_hold_is_refused_by_name():
+    spec = ClusterSpec(Growing(), None, accelerators=3, node_size=3)
+    words = r"episode 0/big grows to 110 tokens; the KV cache of engine 1 \(TP1\) holds 100"
+    with pytest.raises(ConfigError, match=words):
+        rollout(spec, [episode("big", 100)], Policy(Layout((2, 1), 0)))
+    rollout(spec, [episode("small", 90)], Policy(Layout((2, 1), 0)))
 
 
 def test_a_policy_that_places_nothing_is_told_so():
