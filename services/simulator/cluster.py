@@ -209,7 +209,6 @@ class Cluster:
         if index != NOWHERE:
             self._assign(sequence, index)
         elif seen.index not in self.view.queued:
-            seen.queued_since = self.now
             self.view.queued[seen.index] = seen
             self._room = True
 
@@ -380,7 +379,7 @@ class Cluster:
         if any(g.open for g in self.pending.groups):
             return
         groups = list(self.pending.groups)
-        self._record(groups, self.now, 0.0)
+        self._record(groups, self.now)
         self.pending.consume(groups)
         if len(self._steps_done) == self._steps:
             self._done = True
@@ -409,7 +408,7 @@ class Cluster:
         tokens = [m.seen.context for g in groups for m in g.members]
         count, each = replicas_of(self.spec.training, held)
         seconds = self.spec.training.step_s(count, each, tokens)
-        self._trainer.begin(self.now + pause, seconds, count * each)
+        self._trainer.begin(seconds, count * each)
         self.pending.consume(groups)
         self._at(self.now + pause + seconds, self._committed, groups, seconds)
 
@@ -434,7 +433,7 @@ class Cluster:
     def _committed(self, groups: list[Group], seconds: float) -> None:
         """A training step has ended: the next version is out."""
         self._trainer.end()
-        self._record(groups, self.now - seconds, seconds)
+        self._record(groups, self.now - seconds)
         if len(self._steps_done) == self._steps:
             self._done = True
             return
@@ -477,7 +476,7 @@ class Cluster:
             self._touch(engine.state.index).update(self.view.version, seconds, recompute=self.spec.recompute)
         self._trainer.wait_until(self.now + seconds)
 
-    def _record(self, groups: list[Group], took_at: float, training_s: float) -> None:
+    def _record(self, groups: list[Group], took_at: float) -> None:
         members = [m for g in groups for m in g.members]
         versions = [g.version() for g in groups]
         self._steps_done.append(
@@ -488,7 +487,6 @@ class Cluster:
                 tokens=sum(m.total for m in members),
                 sequences=len(members),
                 staleness=self.view.version - min(versions) if self._mode is not Mode.ROLLOUT else 0,
-                training_s=training_s,
                 layout=self.view.layout.words(),
                 usage=self.usage(),
             )
@@ -512,7 +510,7 @@ class Cluster:
     # ---- layout and failures
 
     def _relayout(self, wanted: Layout) -> None:
-        change = handover.change(self.view.engines, self.view.layout, wanted, self.spec, self._mode)
+        change = handover.change(self.view.engines, wanted, self.spec, self._mode)
         if change is None or not self._holds_all(wanted):
             self._refused += 1
             return
@@ -523,7 +521,7 @@ class Cluster:
             released = max(released, self.now + self.spec.times.sleep_s(self.engines[index].state.tp))
             self._remove(index)
         for tp, node in change.added:
-            self._add_engine(tp, node, released + self.spec.start_s(tp))
+            self._add_engine(tp, node, released + self.spec.times.wake_s(tp))
         self._trainer.resize(wanted.training, self.now, released)
 
     def _holds_all(self, layout: Layout) -> bool:

@@ -55,10 +55,6 @@ class Comparison:
     searches: tuple[tuple[str, int, int], ...] = ()
     notes: tuple[str, ...] = field(default=())
 
-    def of(self, name: str) -> Compared:
-        """A policy's. Raises KeyError."""
-        return {p.name: p for p in self.policies}[name]
-
 
 Job = tuple[Experiment, str, registry.Layouts, int]
 

@@ -17,10 +17,9 @@ class Change:
 
 
 def change(
-    engines: Sequence[EngineState], present: Layout, wanted: Layout, spec: ClusterSpec, mode: Mode
+    engines: Sequence[EngineState], wanted: Layout, spec: ClusterSpec, mode: Mode
 ) -> Change | None:
     """The fewest engines stopped and started for a layout, the least loaded first; None if it cannot be had."""
-    del present
     try:
         check(wanted, spec, mode)
     except ConfigError:
@@ -51,9 +50,8 @@ class Trainer:
         self._since = 0.0
         self._step: tuple[float, int] = (0.0, 0)
 
-    def begin(self, start: float, seconds: float, accelerators: int) -> None:
-        """A step of so many seconds from `start` on so many accelerators."""
-        del start
+    def begin(self, seconds: float, accelerators: int) -> None:
+        """A step of so many seconds on so many accelerators."""
         self.busy = True
         self._step = (seconds, accelerators)
 
