@@ -403,14 +403,19 @@ class Cluster:
         held = self._trainer.accelerators
         if self._mode is Mode.COLOCATED:
             self._abort_open()
-            pause = max(self.spec.times.sleep_s(e.state.tp) for e in self.engines)
             held = self.spec.accelerators
+            pause = max(self.spec.times.sleep_s(e.state.tp) for e in self.engines) + self._trainers_copy_s()
         tokens = [m.seen.context for g in groups for m in g.members]
         count, each = replicas_of(self.spec.training, held)
         seconds = self.spec.training.step_s(count, each, tokens)
         self._trainer.begin(seconds, count * each)
         self.pending.consume(groups)
         self._at(self.now + pause + seconds, self._committed, groups, seconds)
+
+    def _trainers_copy_s(self) -> float:
+        """COLOCATED: trainers' state from the hosts, or back."""
+        assert self.spec.training is not None
+        return self.spec.training.offload_s(*replicas_of(self.spec.training, self.spec.accelerators))
 
     def _abort_open(self) -> None:
         """The groups that the round was not waiting for start again, in a round of their own."""
@@ -445,7 +450,7 @@ class Cluster:
             self._relayout(wanted)
         if self._mode is Mode.COLOCATED:
             wake = max(self.spec.times.wake_s(e.state.tp) for e in self.engines)
-            self._at(self.now + wake, lambda _a, _b: self._next_round(), None, None)
+            self._at(self.now + self._trainers_copy_s() + wake, lambda _a, _b: self._next_round(), None, None)
             return
         if self._mode is Mode.SPLIT:
             self._update_due = True
@@ -515,14 +520,17 @@ class Cluster:
             self._refused += 1
             return
         self._relayouts += 1
-        self.view.layout = wanted
-        released = self.now
+        before, self.view.layout = self.view.layout, wanted
+        leaving, coming = handover.offloads_s(self.spec.training, before.training, wanted.training)
+        released = self.now + leaving
         for index in change.removed:
             released = max(released, self.now + self.spec.times.sleep_s(self.engines[index].state.tp))
             self._remove(index)
         for tp, node in change.added:
             self._add_engine(tp, node, released + self.spec.times.wake_s(tp))
-        self._trainer.resize(wanted.training, self.now, released)
+        self._trainer.resize(wanted.training, self.now)
+        if coming or wanted.training > before.training:
+            self._trainer.wait_until(released + coming)
 
     def _holds_all(self, layout: Layout) -> bool:
         """Whether each of its engines holds the longest of the live episodes."""

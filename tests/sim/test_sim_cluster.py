@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.common.errors import ConfigError
+from services.simulator import handover
 from services.simulator.cluster import Cluster
 from services.simulator.layout import ClusterSpec, Failure, Layout, Mode, check, place
 from services.simulator.parametric import Parametric
@@ -78,12 +79,14 @@ def test_the_same_seed_gives_the_same_bytes_and_another_seed_others():
 
 def test_a_colocated_step_is_rollout_then_training_then_the_switches():
     times = ConstantTimes(step=0.01, start=7.0, update=2.0)
-    spec = ClusterSpec(times, LinearTraining(rate=100.0, fixed=1.0, least=2), accelerators=4, node_size=4)
+    trainer = LinearTraining(rate=100.0, fixed=1.0, least=2, offload=3.0)
+    spec = ClusterSpec(times, trainer, accelerators=4, node_size=4)
     work = Fixed((episode("a", 1_000), episode("b", 500)))
     result = Watched(spec, work, Colocated(Layout((1, 1, 1, 1), 0)), seed=0, steps=3).run()
     training = 1.0 + (1_010 + 510) / 400
-    assert result.steps[0].ended_at == pytest.approx(10.0 + 7.0 + training)
-    assert result.steps[1].ended_at - result.steps[0].ended_at == pytest.approx(7.0 + 2.0 + 10.0 + 7.0 + training)
+    assert result.steps[0].ended_at == pytest.approx(10.0 + 7.0 + 3.0 + training)
+    switches = 3.0 + 7.0 + 2.0, 7.0 + 3.0
+    assert result.steps[1].ended_at - result.steps[0].ended_at == pytest.approx(sum(switches) + 10.0 + training)
     assert result.since(0).max_staleness == 0
     assert result.since(0).idle_training == pytest.approx(1 - 3 * training / result.steps[-1].ended_at)
 
@@ -251,6 +254,44 @@ def test_accelerators_change_sides_between_steps_and_nothing_is_lost(first, seco
         engine.present()
     live = sum(t.generated for t in cluster.view.live.values())
     assert sum(e.generated for e in cluster.engines) == sum(s.tokens for s in result.steps) + live + waiting
+
+
+class Noting(Watched):
+    """Notes when engines that were added began to serve."""
+
+    def _begin(self):
+        self.served = []
+        super()._begin()
+
+    def _engine_ready(self, index, _):
+        self.served.append(self.now)
+        super()._engine_ready(index, _)
+
+
+def test_accelerators_that_change_sides_wait_until_the_trainers_state_is_copied():
+    """Engines sleep and wake in 2 s, the state of replicas goes to the host or comes back in 5 s."""
+    trainer = LinearTraining(rate=1e9, fixed=1.0, least=2, offload=5.0)
+    spec = ClusterSpec(ConstantTimes(step=0.01, start=2.0), trainer, accelerators=8, node_size=4)
+    work = Fixed((episode("a", 10),))
+    to_rollout = Noting(spec, work, Replanning(Layout((1,) * 4, 4), Layout((1,) * 6, 2), 1), seed=0, steps=20)
+    result = to_rollout.run()
+    assert to_rollout.served == pytest.approx([result.steps[0].ended_at + 5.0 + 2.0] * 2)
+    assert result.steps[1].took_at == pytest.approx(result.steps[0].ended_at), "the replica that stays trains on"
+    back = Noting(spec, work, Replanning(Layout((1,) * 6, 2), Layout((1,) * 4, 4), 1), seed=0, steps=3).run()
+    assert back.steps[1].took_at == pytest.approx(back.steps[0].ended_at + 2.0 + 5.0)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "seconds"),
+    [(16, 16, (0, 0)), (16, 8, (1, 0)), (8, 24, (0, 2)), (20, 24, (2, 3)), (0, 0, (0, 0)), (0, 8, (0, 1))],
+)
+def test_replicas_that_go_come_or_change_their_size_are_copied(before, after, seconds):
+    class Counted(LinearTraining):
+        def offload_s(self, replicas, accelerators_each):
+            return float(replicas)
+
+    assert handover.offloads_s(Counted(least=8), before, after) == seconds
+    assert handover.offloads_s(None, before, after) == (0, 0)
 
 
 def test_a_plan_that_does_not_fit_is_refused_and_counted():
