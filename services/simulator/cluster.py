@@ -129,11 +129,9 @@ class Cluster:
         engine = self.engines[index]
         if not engine.state.alive:
             return
-        engine.advance(self.now)
-        engine.state.version = self.view.version
+        self._give_weights([engine])
         engine.state.admitting = True
         self._room = True
-        self._touched[index] = None
         for trajectory in list(self.view.queued.values()):
             self._place(self._sequences[trajectory.index])
 
@@ -474,12 +472,17 @@ class Cluster:
         self._admit_batches()
 
     def _update_weights(self) -> None:
-        alive = [e for e in self.engines if e.state.alive and not e.frozen]
-        trainers = self.spec.accelerators if self._mode is Mode.COLOCATED else self._trainer.accelerators
-        seconds = self.spec.times.weight_update_s(trainers, sum(e.state.tp for e in alive))
-        for engine in alive:
-            self._touch(engine.state.index).update(self.view.version, seconds, recompute=self.spec.recompute)
+        """Of all engines that serve; those that start get them when they are awake."""
+        seconds = self._give_weights([e for e in self.engines if e.state.admitting and not e.frozen])
         self._trainer.wait_until(self.now + seconds)
+
+    def _give_weights(self, engines: list[Engine]) -> float:
+        """Seconds that they pause for it."""
+        trainers = self.spec.accelerators if self._mode is Mode.COLOCATED else self._trainer.accelerators
+        seconds = self.spec.times.weight_update_s(trainers, sum(e.state.tp for e in engines))
+        for engine in engines:
+            self._touch(engine.state.index).update(self.view.version, seconds, recompute=self.spec.recompute)
+        return seconds
 
     def _record(self, groups: list[Group], took_at: float) -> None:
         members = [m for g in groups for m in g.members]

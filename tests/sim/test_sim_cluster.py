@@ -257,26 +257,28 @@ def test_accelerators_change_sides_between_steps_and_nothing_is_lost(first, seco
 
 
 class Noting(Watched):
-    """Notes when engines that were added began to serve."""
+    """Notes when engines that were added were awake, and how long they then paused."""
 
     def _begin(self):
         self.served = []
         super()._begin()
 
     def _engine_ready(self, index, _):
-        self.served.append(self.now)
         super()._engine_ready(index, _)
+        self.served.append((self.now, self.engines[index]._stall))
 
 
 def test_accelerators_that_change_sides_wait_until_the_trainers_state_is_copied():
-    """Engines sleep and wake in 2 s, the state of replicas goes to the host or comes back in 5 s."""
+    """Engines sleep and wake in 2 s and take weights in 3 s; replicas' state goes to the host or comes back in 5 s."""
     trainer = LinearTraining(rate=1e9, fixed=1.0, least=2, offload=5.0)
-    spec = ClusterSpec(ConstantTimes(step=0.01, start=2.0), trainer, accelerators=8, node_size=4)
+    spec = ClusterSpec(ConstantTimes(step=0.01, start=2.0, update=3.0), trainer, accelerators=8, node_size=4)
     work = Fixed((episode("a", 10),))
     to_rollout = Noting(spec, work, Replanning(Layout((1,) * 4, 4), Layout((1,) * 6, 2), 1), seed=0, steps=20)
     result = to_rollout.run()
-    assert to_rollout.served == pytest.approx([result.steps[0].ended_at + 5.0 + 2.0] * 2)
-    assert result.steps[1].took_at == pytest.approx(result.steps[0].ended_at), "the replica that stays trains on"
+    awake, pauses = zip(*to_rollout.served, strict=True)
+    assert awake == pytest.approx([result.steps[0].ended_at + 5.0 + 2.0] * 2)
+    assert pauses == pytest.approx([3.0, 3.0])
+    assert result.steps[1].took_at == pytest.approx(result.steps[0].ended_at + 3.0), "the replica that stays trains on"
     back = Noting(spec, work, Replanning(Layout((1,) * 6, 2), Layout((1,) * 4, 4), 1), seed=0, steps=3).run()
     assert back.steps[1].took_at == pytest.approx(back.steps[0].ended_at + 2.0 + 5.0)
 
