@@ -49,8 +49,8 @@ def training_tasks(seed: int, groups: int, drift: bool) -> list[dict[str, Any]]:
 
     With drift, over the part DRIFT of the run operations move from DRIFT_START to DRIFT_END, latency from
     LATENCY_START_MS to LATENCY_END_MS and the share of very long episodes (TAIL) from none to TAIL_SHARE_END. Without,
-    the mix is the same throughout: held-out lengths, and the latency of the end. Very long episodes have TAIL_LATENCY of
-    the latency of the others.
+    the mix is the same throughout: held-out lengths, and the latency of the end. Very long episodes have TAIL_LATENCY
+    of the latency of the others.
     """
     rng = random.Random(f"train/{seed}/{drift}")  # noqa: S311 - a workload, no secret
     tasks = []
