@@ -98,7 +98,7 @@ def test_the_schedulers_file_of_compose_is_accepted(monkeypatch):
     settings = config.load(ROOT / "deploy" / "config" / "scheduler.yaml", SchedulerConfig)
     assert settings.database == "postgresql://libra@postgres:5432/libra"
     assert (settings.level("nodes/x/accelerators/0", "CORE_ROLLOUT"), settings.level("nodes/x", "HYBRID")) == (1, 0)
-    assert settings.concurrency_cap("nodes/x/accelerators/0", "HYBRID") == 40
+    assert settings.concurrency_cap("nodes/x/accelerators/0", "HYBRID") == 56
 
 
 # ---- variables
