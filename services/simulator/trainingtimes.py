@@ -68,9 +68,9 @@ class ModelledTraining(TrainingTimes):
         kept = float(self.model.layers * self.model.hidden * BF16 * tokens)
         return kept + activation_bytes(self.model, tokens)
 
-    def offload_s(self, accelerators: int) -> float:
-        """A replica's state to the hosts' memory, or back."""
-        return host_copy_s(self.hardware, self.state_bytes, accelerators)
+    def offload_s(self, replicas: int, accelerators_each: int) -> float:
+        """See TrainingTimes. Replicas on one host share what it copies."""
+        return host_copy_s(self.hardware, replicas * self.state_bytes, replicas * accelerators_each)
 
     def work_flops(self, sequence_tokens: Iterable[int]) -> float:
         """Operations of a step over these sequences."""

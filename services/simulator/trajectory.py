@@ -11,7 +11,6 @@ class Trajectory:
     """
 
     __slots__ = (
-        "admitted",
         "batch",
         "context",
         "engine",
@@ -23,7 +22,6 @@ class Trajectory:
         "moves",
         "outcome",
         "prompt",
-        "queued_since",
         "since",
         "tool",
         "tool_s",
@@ -39,7 +37,6 @@ class Trajectory:
         self.prompt = episode.prompt
         self.batch = batch
         """Training step that its prompt was admitted for."""
-        self.admitted = now
         self.context = episode.prompt
         """Tokens of the sequence so far. Within a turn up to date in `decide` only; else as of the turn's start."""
         self.generated = 0
@@ -50,7 +47,6 @@ class Trajectory:
         """Engine that has it, also through tool calls; NOWHERE while queued."""
         self.since = now
         """When it got its engine."""
-        self.queued_since = now
         self.in_tool = False
         self.tool_s = 0.0
         """Seconds in calls that have returned."""
@@ -78,7 +74,6 @@ class Sequence:
         "stamp",
         "total",
         "turn",
-        "wasted",
     )
 
     def __init__(self, seen: Trajectory, episode: Episode) -> None:
@@ -103,8 +98,6 @@ class Sequence:
         self.copied_at = 0.0
         """When the KV cache that is copied to its engine is there."""
         self.total = episode.generated
-        self.wasted = 0
-        """Tokens generated and lost."""
 
     @property
     def current(self) -> Turn:
