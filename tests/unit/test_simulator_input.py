@@ -1,0 +1,98 @@
+"""Bad input to the simulator's commands: one message that says what and where, exit code 2, nothing simulated."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from services.ops.__main__ import main
+from services.simulator import experiment
+
+HEADER = json.dumps({"schema": "agentic-traj/1"})
+TURN = {"gen": 5, "tool": "bash", "out": "ok", "lat_s": 1.5, "obs": 3}
+GOOD = {"id": "a", "group": "g", "prompt": 10, "turns": [TURN, {**TURN, "tool": None, "lat_s": None}]}
+NESTED = "[" * 100_000
+DIGITS = "9" * 5_000
+
+
+@pytest.fixture
+def refused(capsys, monkeypatch):
+    """Runs a command that must be refused before anything is simulated; its one message."""
+
+    def never(*_, **__):
+        raise AssertionError("simulated in spite of bad input")
+
+    monkeypatch.setattr(experiment, "simulate", never)
+    monkeypatch.setenv("COLUMNS", "300")  # usage errors in one line
+
+    def run(*arguments: str) -> str:
+        assert main(list(arguments)) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert len(err) < 1_000
+        return err
+
+    return run
+
+
+def trace(folder: Path, *lines: str) -> str:
+    path = folder / "episodes.jsonl"
+    path.write_text("\n".join((HEADER, *lines)))
+    return str(path)
+
+
+def good(**changes) -> str:
+    return json.dumps({**GOOD, **changes})
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("--latency", "inf", "scale of generated 1.0, of latency inf: expected finite"),
+        ("--latency", "nan", "of latency nan: expected finite"),
+        ("--latency", "1e9", "episode 'a' comes to 1.5e+09 s; at most 86,400"),
+        ("--scale", "inf", "scale of generated inf, of latency"),
+        ("--scale", "nan", "scale of generated nan, of latency"),
+        ("--scale", "1e300", "episode 'a' comes to 5e+300 tokens; at most"),
+        ("--seed", "-1", "Invalid value for '--seed'"),
+    ],
+)
+def test_factors_and_seeds_of_a_replay_that_mean_nothing_are_refused(refused, tmp_path, option, value, said):
+    assert said in refused("replay", trace(tmp_path, good()), option, value)
+
+
+def test_all_factors_are_looked_at_before_the_first_is_simulated(refused, tmp_path):
+    factors = ["--latency", "1", "--latency", "inf"]
+    assert "of latency inf" in refused("replay", trace(tmp_path, good()), *factors, "--workers", "1")
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (good(turns=[{**TURN, "lat_s": 1e308}]), ":2: turns[0]: lat_s is 1e+308, expected seconds >= 0 or null"),
+        (good(turns=[{**TURN, "lat_s": 90_000}]), ":2: turns[0]: lat_s is 90000, expected seconds >= 0 or null"),
+        (good(prompt=10**400), ":2: prompt is 1000"),
+        (NESTED, ":2: cannot be read: maximum recursion depth exceeded"),
+        (good().replace("1.5", DIGITS), ":2: cannot be read: Exceeds the limit"),
+        (good(turns=[{**TURN, "tool": ["x" * 5_000]}]), ":2: turns[0]: tool is ['xxx"),
+        (good().replace('"bash"', "[" * 500 + "]" * 500), ":2: turns[0]: tool is [[[[[["),
+    ],
+)
+def test_lines_of_a_trace_beyond_all_bounds_are_named(refused, tmp_path, line, said):
+    path = trace(tmp_path, line)
+    assert path + said in refused("replay", path)
+
+
+@pytest.mark.parametrize(
+    ("layout", "said"),
+    [
+        ("24 training, 9999999999xTP1", "'9999999999' is too large; expected at most 100,000"),
+        ("24 training, 90000xTP1 + 90000xTP2", "expected engines of at most 100,000"),
+        ("24 training, 100000xTP0 + 1xTP1", "expected engines of at most 100,000"),
+        (f"24 training, 1xTP{DIGITS}", "is too large"),
+        (f"{DIGITS} training, 1xTP1", "is too large"),
+        ("x" * 5_000, "expected such as"),
+    ],
+)
+def test_a_layout_beyond_all_bounds_is_refused_before_it_is_listed(refused, layout, said):
+    assert said in refused("simulate", "--preset", "r2e-48", "--layout", layout)
