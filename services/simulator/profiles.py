@@ -138,8 +138,8 @@ def _profile(path: Path, file: ProfileFile) -> Profile:
 
 def _is_hardware(path: Path) -> bool:
     try:
-        content = yaml.safe_load(path.read_text())
-    except (OSError, yaml.YAMLError):
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return False  # reading it in earnest says what is wrong
     return isinstance(content, dict) and "accelerator" in content
 

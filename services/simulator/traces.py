@@ -33,8 +33,10 @@ def read(path: Path, rng: np.random.Generator) -> list[Episode]:
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read as text: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 at byte {error.start}; expected JSON lines") from error
     if not lines:
         raise ConfigError(f"{path}: empty; expected a header line with schema {SCHEMA!r}, then one episode a line")
     header = _object(lines[0], path, 1)

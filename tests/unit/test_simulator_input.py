@@ -96,3 +96,100 @@ def test_lines_of_a_trace_beyond_all_bounds_are_named(refused, tmp_path, line, s
 )
 def test_a_layout_beyond_all_bounds_is_refused_before_it_is_listed(refused, layout, said):
     assert said in refused("simulate", "--preset", "r2e-48", "--layout", layout)
+
+
+# ---- tables and reports
+
+REPORT = {"tp": 1, "sequences": 4, "context_tokens": 800, "seconds_per_step": 0.02}
+STEP = {
+    "model": "Qwen3-4B",
+    "tp": 1,
+    "phase": "decode",
+    "batch": 1,
+    "ctx_tokens": 64,
+    "latency_ms": 7,
+    "fits_memory": 1,
+}
+
+
+def report(**changes) -> str:
+    return json.dumps({**REPORT, **changes})
+
+
+def table(**changes) -> str:
+    return ",".join(STEP) + "\n" + ",".join(str(value) for value in {**STEP, **changes}.values())
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (report(tp=1.5), ":1: tp is 1.5; expected a whole number"),
+        (report(tp=1e200), ":1: tp is 1e+200; expected at least 1 and at most 1024"),
+        (report(sequences=1e200), ":1: sequences is 1e+200; expected"),
+        (report(context_tokens=1e200), ":1: context_tokens is 1e+200; expected"),
+        (report(seconds_per_step=1e-300), ":1: seconds_per_step is 1e-300; expected"),
+        (report(seconds_per_step=float("inf")), ":1: seconds_per_step is inf; expected"),
+        (report(tp=10**400), ":1: int too large to convert to float; expected a JSON object"),
+        (report().replace("800", DIGITS), ":1: Exceeds the limit"),
+        (NESTED, ":1: maximum recursion depth exceeded"),
+    ],
+)
+def test_reports_beyond_all_bounds_are_refused_with_their_line(refused, tmp_path, text, said):
+    path = tmp_path / "reports.jsonl"
+    path.write_text(text)
+    arguments = ("--hardware", "a100-80gb", "--model", "Qwen3-4B")
+    assert f"{path}{said}" in refused("calibrate", "--reports", str(path), *arguments)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (table(tp=10**400), ":2: tp is 1000"),
+        (table(batch=10**400), ":2: batch is 1000"),
+        (table(ctx_tokens=10**400), ":2: ctx_tokens is 1000"),
+        (table(latency_ms=1e-300), ":2: latency_ms is 1e-300; expected"),
+        (table(phase="x" * 5_000), ":2: phase 'xxx"),
+        (table(model="x" * 200_000), ":2: not CSV: field larger than field limit"),
+        (table().removesuffix(",1"), ":2: no value of fits_memory"),
+    ],
+)
+def test_rows_of_a_table_beyond_all_bounds_are_refused_with_their_line(refused, tmp_path, text, said):
+    path = tmp_path / "table.csv"
+    path.write_text(text)
+    assert f"{path}{said}" in refused("calibrate", "--table", str(path), "--hardware", "a100-80gb")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("calibrate", "--hardware", "a100-80gb", "--table", "{file}"),
+        ("calibrate", "--hardware", "a100-80gb", "--model", "Qwen3-4B", "--reports", "{file}"),
+        ("calibrate", "--hardware", "{file}", "--table", "{file}"),
+        ("simulate", "--preset", "r2e-48", "--profile", "{file}"),
+        ("simulate", "--preset", "r2e-48", "--model", "{file}"),
+        ("replay", "{trace}", "--profile", "{file}"),
+        ("replay", "{file}"),
+    ],
+)
+def test_files_that_are_not_utf8_are_named(refused, tmp_path, arguments):
+    path = tmp_path / "latin.yaml"
+    path.write_bytes("model: café".encode("latin-1"))
+    named = {"{file}": str(path), "{trace}": trace(tmp_path, good())}
+    message = refused(*(named.get(a, a) for a in arguments))
+    assert str(path) in message
+    assert "not UTF-8 at byte 10" in message
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("model: " + "[" * 10_000, "cannot be read as YAML: maximum recursion depth exceeded"),
+        (f"model: {{layers: {DIGITS}}}", "cannot be read as YAML: Exceeds the limit"),
+        ("sources: [2026-13-45]", "cannot be read as YAML: month must be in 1..12"),
+    ],
+)
+def test_yaml_that_cannot_be_read_is_named(refused, tmp_path, text, said):
+    path = tmp_path / "deep.yaml"
+    path.write_text(text)
+    for option in ("--model", "--profile"):
+        assert f"{path}: {said}" in refused("simulate", "--preset", "r2e-48", option, str(path))
