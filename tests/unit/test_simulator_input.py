@@ -1,12 +1,16 @@
 """Bad input to the simulator's commands: one message that says what and where, exit code 2, nothing simulated."""
 
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
+import yaml
 
 from services.ops.__main__ import main
-from services.simulator import experiment
+from services.simulator import experiment, hardware, profiles
+from services.simulator.hardware import DecodeConstants, PrefillConstants
+from services.simulator.profiles import FOLDER
 
 HEADER = json.dumps({"schema": "agentic-traj/1"})
 TURN = {"gen": 5, "tool": "bash", "out": "ok", "lat_s": 1.5, "obs": 3}
@@ -22,7 +26,7 @@ def refused(capsys, monkeypatch):
     def never(*_, **__):
         raise AssertionError("simulated in spite of bad input")
 
-    monkeypatch.setattr(experiment, "simulate", never)
+    monkeypatch.setattr(experiment, "runner", never)
     monkeypatch.setenv("COLUMNS", "300")  # usage errors in one line
 
     def run(*arguments: str) -> str:
@@ -193,3 +197,98 @@ def test_yaml_that_cannot_be_read_is_named(refused, tmp_path, text, said):
     path.write_text(text)
     for option in ("--model", "--profile"):
         assert f"{path}: {said}" in refused("simulate", "--preset", "r2e-48", option, str(path))
+
+
+# ---- profiles
+
+FILES = {
+    "hardware": FOLDER / "hardware" / "a100-80gb.yaml",
+    "model": FOLDER / "models" / "qwen3-30b-a3b.yaml",
+    "operations": FOLDER / "operations.yaml",
+}
+DIVIDING = [
+    ("hardware", f"accelerator.{name}")
+    for name in ("hbm_bytes", "hbm_bytes_s", "flops", "nvlink_bytes_s", "pcie_bytes_s")
+]
+DIVIDING += [("hardware", f"node.{name}") for name in ("accelerators", "host_bytes", "network_bytes_s")]
+DIVIDING += [("model", f"model.{name}") for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "vocabulary")]
+DIVIDING += [("model", f"model.{name}") for name in ("intermediate", "parameters", "active_parameters")]
+DIVIDING += [("operations", f"weight_sync.{name}") for name in ("gather_bytes_s", "broadcast_bytes_s")]
+DIVIDING += [("operations", f"host_copy.{name}") for name in ("pcie_efficiency", "host_bytes_s")]
+DIVIDING += [("operations", name) for name in ("memory.fraction", "memory.batched_tokens", "cold_start.load_bytes_s")]
+DIVIDING += [("operations", f"training.{name}") for name in ("mfu_dense", "mfu_moe", "micro_batch_tokens")]
+DIVIDING += [("operations", name) for name in ("kv_move.link_efficiency", "training.link_efficiency")]
+
+
+def changed(folder: Path, kind: str, place: str, value: object) -> tuple[str, ...]:
+    """A command that reads the package's file of this kind, with one value changed."""
+    content = yaml.safe_load(FILES[kind].read_text())
+    section, name = place.split(".")
+    content[section][name] = value
+    (folder / f"{kind}.yaml").write_text(yaml.safe_dump(content))
+    return ("simulate", "--preset", "r2e-48", *using(folder, kind))
+
+
+def using(folder: Path, kind: str) -> tuple[str, str]:
+    if kind == "operations":
+        (folder / "profile.yaml").write_text("hardware: a100-80gb\noperations: operations.yaml\n")
+    options = {"hardware": ("--profile", "hardware"), "model": ("--model", "model")}
+    option, stem = options.get(kind, ("--profile", "profile"))
+    return option, str(folder / f"{stem}.yaml")
+
+
+@pytest.mark.parametrize(("kind", "place"), DIVIDING)
+@pytest.mark.parametrize(("value", "said"), [(0, "greater than"), (10**30, "less than")])
+def test_figures_of_a_profile_that_nothing_can_be_divided_by_are_refused(refused, tmp_path, kind, place, value, said):
+    message = refused(*changed(tmp_path, kind, place, value))
+    assert f"{kind}.yaml:" in message
+    assert f"'{place}': Input should be {said}" in message
+
+
+def test_every_number_of_a_profile_has_bounds_or_may_be_zero():
+    may_be_zero = {"experts", "experts_per_token", "reserved_bytes", "state_bytes_per_parameter", "gradient_bytes"}
+    none = {"collective_bytes_s", "memory_fraction"}  # of Extra, where 0 stands for it
+    factors = {f.name for kind in (DecodeConstants, PrefillConstants) for f in dataclasses.fields(kind)}
+    named = profiles.AT_LEAST_ONE | profiles.RATES | profiles.SHARES | profiles.TIMES
+    numbers = {
+        f.name
+        for kind in vars(hardware).values()
+        if dataclasses.is_dataclass(kind)
+        for f in dataclasses.fields(kind)
+        if f.type in (int, float)
+    }
+    assert numbers == named | may_be_zero | none | factors
+    assert not (named - profiles.TIMES) & (may_be_zero | none | factors)
+
+
+@pytest.mark.parametrize(
+    ("kind", "place", "value", "said"),
+    [
+        ("model", "model.experts_per_token", 129, "experts_per_token is 129 of 128 experts; expected 1 to 128"),
+        ("model", "model.experts_per_token", 0, "experts_per_token is 0 of 128 experts; expected 1 to 128"),
+        ("model", "model.parameters", 1e9, "parameters is 1e+09; expected at least the 2.9"),
+        ("model", "model.active_parameters", 1e12, "and the 1e+12 of active_parameters"),
+        ("operations", "training.pipeline_stages", 0, "'training.pipeline_stages': Input should be greater than"),
+        ("operations", "kv_move.latency_s", 1e6, "'kv_move.latency_s': Input should be less than or equal to 86400"),
+    ],
+)
+def test_figures_that_contradict_each_other_or_are_beyond_all_bounds_are_refused(
+    refused, tmp_path, kind, place, value, said
+):
+    assert said in refused(*changed(tmp_path, kind, place, value))
+
+
+def test_a_machine_whose_episodes_would_not_end_is_refused(tmp_path, capsys):
+    arguments = changed(tmp_path, "hardware", "accelerator.hbm_bytes_s", 1e6)
+    assert main([*arguments, "--policies", "libra", "--workers", "1"]) == 2
+    message = capsys.readouterr().err
+    assert "a step of one token of Qwen3-14B takes 2.85e+04 s on 1 x A100-SXM-80GB" in message
+    assert "expected above 0 and at most 100: correct the rates" in message
+
+
+@pytest.mark.parametrize("share", [5.0, -0.1, float("nan")])
+def test_an_engine_has_no_more_memory_than_its_device(refused, tmp_path, share):
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"hardware: a100-80gb\nextra:\n  memory_fraction: {yaml.safe_dump(share)}")
+    message = refused("simulate", "--preset", "r2e-48", "--profile", str(path))
+    assert f"{path}:3: 'extra.memory_fraction': Input should be" in message
