@@ -8,8 +8,9 @@ import pytest
 import yaml
 
 from services.ops.__main__ import main
-from services.simulator import experiment, hardware, profiles
+from services.simulator import experiment, hardware, presets, profiles
 from services.simulator.hardware import DecodeConstants, PrefillConstants
+from services.simulator.layout import Layout
 from services.simulator.profiles import FOLDER
 
 HEADER = json.dumps({"schema": "agentic-traj/1"})
@@ -187,7 +188,7 @@ def test_files_that_are_not_utf8_are_named(refused, tmp_path, arguments):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("model: " + "[" * 10_000, "cannot be read as YAML: maximum recursion depth exceeded"),
+        ("model: " + "[" * 1_000, "cannot be read as YAML: maximum recursion depth exceeded"),
         (f"model: {{layers: {DIGITS}}}", "cannot be read as YAML: Exceeds the limit"),
         ("sources: [2026-13-45]", "cannot be read as YAML: month must be in 1..12"),
     ],
@@ -292,3 +293,71 @@ def test_an_engine_has_no_more_memory_than_its_device(refused, tmp_path, share):
     path.write_text(f"hardware: a100-80gb\nextra:\n  memory_fraction: {yaml.safe_dump(share)}")
     message = refused("simulate", "--preset", "r2e-48", "--profile", str(path))
     assert f"{path}:3: 'extra.memory_fraction': Input should be" in message
+
+
+# ---- presets and policies
+
+OPTIONS = {
+    "profile": "nonsense",
+    "model": "nonsense",
+    "policies": "nonsense",
+    "seeds": "2",
+    "steps": "3",
+    "workers": "1",
+    "layout": "24 training, 24xTP1",
+}
+TAKEN = {
+    "anchors": "",
+    "r2e-48": "profile model policies seeds steps workers layout",
+    "shift-48": "profile model policies seeds steps workers",
+    "failures-4": "profile model policies seeds workers",
+}
+
+
+@pytest.mark.parametrize(
+    ("preset", "option"),
+    [(preset, option) for preset, taken in TAKEN.items() for option in OPTIONS if option not in taken.split()],
+)
+def test_an_option_that_a_preset_has_no_use_for_is_refused(refused, preset, option):
+    message = refused("simulate", "--preset", preset, f"--{option}", OPTIONS[option])
+    assert f"--preset {preset} takes no --{option}; leave it out, it takes" in message
+    assert all(f"--{taken}" in message for taken in TAKEN[preset].split())
+
+
+@pytest.mark.parametrize(("preset", "taken"), TAKEN.items())
+def test_the_options_that_a_preset_takes_reach_it_and_the_others_are_the_defaults(capsys, monkeypatch, preset, taken):
+    asked = []
+
+    def noted(given: presets.Asked) -> presets.Shown:
+        asked.append(given)
+        return presets.Shown({}, (), ())
+
+    monkeypatch.setitem(presets.PRESETS, preset, dataclasses.replace(presets.PRESETS[preset], run=noted))
+    options = [part for option in taken.split() for part in (f"--{option}", OPTIONS[option])]
+    assert main(["simulate", "--preset", preset, *options]) == 0
+    values = {**OPTIONS, "seeds": 2, "steps": 3, "workers": 1, "layout": Layout((1,) * 24, 24)}
+    assert asked == [presets.Asked(**{option: values[option] for option in taken.split()})]
+
+
+@pytest.mark.parametrize("policies", ["colocated", "tail-batching,colocated"])
+def test_policies_that_a_run_without_training_leaves_out_are_refused_if_none_remains(refused, tmp_path, policies):
+    for command in (("replay", trace(tmp_path, good())), ("simulate", "--preset", "failures-4")):
+        message = refused(*command, "--policies", policies)
+        assert f"--policies '{policies}': nothing is trained here" in message
+        assert "expected all or at least one of libra, best-static" in message
+
+
+def test_policies_that_are_left_out_are_said_below_the_tables(tmp_path, capsys):
+    arguments = ["--policies", "static-uniform,colocated", "--samples", "1", "--workers", "1", "--latency", "1"]
+    assert main(["replay", trace(tmp_path, good()), *arguments, "--scale", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("note: colocated: nothing is trained here, so synchronous policies are left out") == 1
+    assert shown.count("static-uniform") == 2  # on each of two profiles
+
+
+def test_the_failures_preset_says_which_policies_it_leaves_out(monkeypatch):
+    monkeypatch.setattr(experiment, "failures_4", lambda *_, **__: {"policies": []})
+    shown = presets.run("failures-4", {})
+    assert shown.notes == ("colocated, tail-batching: nothing is trained here, so synchronous policies are left out",)
+    assert shown.document["notes"] == list(shown.notes)
+    assert presets.run("failures-4", {"policies": "libra"}).notes == ()

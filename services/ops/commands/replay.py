@@ -31,6 +31,7 @@ def replay(
     json: Json = False,
 ) -> None:
     """Replays recorded episodes on four modelled accelerators, each policy on the same samples."""
+    presets.without_training(policies)
     episodes = traces.read(file, np.random.default_rng(seed))
     shape = profiles.model(model)
     times = {name: ModelledEngine(profiles.profile(name).hardware, shape) for name in profile or PROFILES}
@@ -44,6 +45,7 @@ def replay(
     for cell in found["cells"]:
         title = f"{cell['profile']}, tool seconds x{cell['latency']:g}, generated tokens x{cell['scale']:g}"
         render.table(title, COLUMNS, [_row(row) for row in cell["policies"]])
+    render.notes(dict.fromkeys(note for cell in found["cells"] for note in cell["notes"]))
 
 
 def _row(row: dict[str, Any]) -> tuple[object, ...]:
