@@ -295,6 +295,20 @@ def test_an_engine_has_no_more_memory_than_its_device(refused, tmp_path, share):
     assert f"{path}:3: 'extra.memory_fraction': Input should be" in message
 
 
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ({"event": "schedule", "trajectory": "a", "tokens": 10**400}, ":1: tokens is 1000"),
+        ({"event": "x" * 5_000, "trajectory": "a"}, ":1: event is 'xxx"),
+        ({"event": "schedule", "trajectory": "a", "x" * 5_000: 1}, ":1: unknown key 'xxx"),
+    ],
+)
+def test_a_routers_event_is_refused_in_a_short_message_however_long_it_is(refused, tmp_path, line, said):
+    path = tmp_path / "events.jsonl"
+    path.write_text(json.dumps(line))
+    assert f"{path}{said}" in refused("bench", "decisions", "--events", str(path))
+
+
 # ---- presets and policies
 
 OPTIONS = {
