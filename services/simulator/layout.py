@@ -94,15 +94,9 @@ class ClusterSpec:
     """Degrees whose engine holds fewer are not chosen by searches: the longest sequence must fit beside others."""
     recompute: bool = True
     """KV caches are computed again after a weight update, else kept."""
-    warm: bool = True
-    """An engine that is started wakes from host memory, else loads from disk."""
     detect_s: float = 15.0
     """From an engine's death or standstill until it is noticed: the lease."""
     failures: tuple[Failure, ...] = ()
-
-    def start_s(self, tp: int) -> float:
-        """Seconds until a new engine serves."""
-        return self.times.wake_s(tp) if self.warm else self.times.load_s(tp)
 
 
 def replicas_of(training: TrainingTimes, accelerators: int) -> tuple[int, int]:

@@ -34,6 +34,7 @@ class Row:
     p90: float
     engine: str = ""
     base: int = 0
+    lease_level: int = 0
     tool: bool = False
     pending: bool = False
     target: str = ""
@@ -193,7 +194,7 @@ class Twins(RuleBasedStateMachine):
             self.lease(r, engine, r.level, min(base, r.generated), self.now - back)
 
     def lease(self, r, engine, level, base, since):
-        r.engine, r.level, r.since, r.base = engine, level, since, base
+        r.engine, r.level, r.lease_level, r.since, r.base = engine, level, level, since, base
         self.reserve(r)
         self.live.leased(r.name, engine=engine, level=level, since=since, base=base)
 
@@ -238,7 +239,7 @@ class Twins(RuleBasedStateMachine):
     def go_on(self, index):
         r = self.pick(index, leased=True, pending=True)
         if r is not None:
-            r.pending, r.target = False, ""
+            r.pending, r.target, r.level = False, "", r.lease_level
             self.live.going_on(r.name)
 
     @rule(index=st.integers(0, 50))

@@ -211,7 +211,7 @@ DIVIDING = [
     ("hardware", f"accelerator.{name}")
     for name in ("hbm_bytes", "hbm_bytes_s", "flops", "nvlink_bytes_s", "pcie_bytes_s")
 ]
-DIVIDING += [("hardware", f"node.{name}") for name in ("accelerators", "host_bytes", "network_bytes_s")]
+DIVIDING += [("hardware", f"node.{name}") for name in ("accelerators", "network_bytes_s")]
 DIVIDING += [("model", f"model.{name}") for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "vocabulary")]
 DIVIDING += [("model", f"model.{name}") for name in ("intermediate", "parameters", "active_parameters")]
 DIVIDING += [("operations", f"weight_sync.{name}") for name in ("gather_bytes_s", "broadcast_bytes_s")]

@@ -44,7 +44,8 @@ def replay(
         return
     for cell in found["cells"]:
         title = f"{cell['profile']}, tool seconds x{cell['latency']:g}, generated tokens x{cell['scale']:g}"
-        render.table(title, COLUMNS, [_row(row) for row in cell["policies"]])
+        intervals = f"; quantiles of {samples} samples"
+        render.table(title + intervals, COLUMNS, [_row(row) for row in cell["policies"]])
     render.notes(dict.fromkeys(note for cell in found["cells"] for note in cell["notes"]))
 
 

@@ -6,6 +6,7 @@ is loaded from the state. `view` builds the same content from scratch, for tests
 """
 
 from collections import Counter
+from dataclasses import dataclass, replace
 
 from services.common import log
 from services.scheduler.control import commands
@@ -23,6 +24,21 @@ PREFILL_SPEEDUP = 20.0
 """Prefill is taken to be this much faster per token than decoding until it is measured apart."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """What the live queue was last told of a trajectory: that it waits, or its lease."""
+
+    leased: bool
+    epoch: int
+    attempt: int
+    level: int
+    """That it waits in, or in which its lease began."""
+    queued_at: float = 0.0
+    generated: int = 0
+    asked: tuple[int, str] | None = None
+    """Level and target of a pending preemption."""
+
+
 class Queueing:
     """Keeps the live queue in step with the fleet and does what it decides."""
 
@@ -35,8 +51,7 @@ class Queueing:
             quantum_tokens=tuple(section.quantum_tokens), max_wait_s=section.max_wait_s, max_moves=section.max_moves
         )
         self.live = LiveQueue(self._settings, self._estimate)
-        self._told: dict[str, tuple[object, ...]] = {}
-        """What the live queue was last told of each trajectory: its lease and level, or that it waits."""
+        self._told: dict[str, _Told] = {}
         self._run_states: dict[str, str] = {}
         self._engines_told: set[str] = set()
         ledger.touched.update(dict.fromkeys(ledger.fleet.trajectories))
@@ -93,32 +108,33 @@ class Queueing:
 
     def _tell(self, change: Change, item: Trajectory, pending: bool) -> None:
         """One trajectory as it is now."""
-        told = self._told.get(item.name, ())
-        waits = ("waits", item.lease_epoch, item.attempt, item.queued_at, item.level, item.generated_tokens)
+        told = self._told.get(item.name)
         if item.state == "QUEUED":
+            waits = _Told(False, item.lease_epoch, item.attempt, item.level, item.queued_at, item.generated_tokens)
             if told != waits:
                 self._tell_waits(change, item)
                 self._told[item.name] = waits
             return
-        leased = ("leased", item.lease_epoch, item.attempt)
-        if told[:3] != leased:
+        if told is None or not told.leased or (told.epoch, told.attempt) != (item.lease_epoch, item.attempt):
             # a lease that followed its decision finds it waiting; one of which only the end is seen is told whole
-            if told[:3] != ("waits", item.lease_epoch - 1, item.attempt):
+            if told is None or told.leased or (told.epoch, told.attempt) != (item.lease_epoch - 1, item.attempt):
                 self._tell_waits(change, item)
             self.live.leased(
                 item.name, engine=item.replica, level=item.level, since=item.leased_at, base=item.lease_generated
             )
-            told = (*leased, False)
+            told = _Told(True, item.lease_epoch, item.attempt, item.level)
         self.live.turned(
             item.name, generated=item.generated_tokens, tokens=_tokens(item), in_tool_wait=item.in_tool_wait
         )
-        target = (item.level, item.prefer) if pending else False
-        if told[3] != target:
-            if pending:
-                self.live.preempting(item.name, level=item.level, target=item.prefer)
-            else:
-                self.live.going_on(item.name)
-        self._told[item.name] = (*leased, target)
+        asked = (item.level, item.prefer) if pending else None
+        if asked is not None and asked != told.asked:
+            self.live.preempting(item.name, level=item.level, target=item.prefer)
+        elif asked is None and told.asked is not None:
+            # where it was to move is over: a later preemption by somebody else leads nowhere in particular
+            self.live.going_on(item.name)
+            item.level, item.prefer = told.level, ""
+            change.put(item)
+        self._told[item.name] = replace(told, asked=asked)
 
     def _tell_waits(self, change: Change, item: Trajectory) -> None:
         self.live.queued(
@@ -187,6 +203,7 @@ class Queueing:
                 continue
             rate = self._observe.engines.get(replica.name)
             per_token = rate.seconds_per_token if rate is not None and rate.seconds_per_token > 0 else None
+            load = rate.measured_load if rate is not None else 0.0
             views.append(
                 cmlfq.EngineView(
                     name=replica.name, run=replica.serving_run, level=replica.level,
@@ -194,8 +211,8 @@ class Queueing:
                     kv_capacity_tokens=rate.kv_capacity if rate else 0, kv_used_tokens=rate.kv_used if rate else 0,
                     seconds_per_token=per_token,
                     prefill_tokens_per_second=PREFILL_SPEEDUP / per_token if per_token else None,
-                    admitting=self._admitting(change, replica), measured_load=rate.running if rate else 0,
-                seconds_per_sequence=rate.speed.slope_at(rate.running, per_token) if rate and per_token else None,
+                    admitting=self._admitting(change, replica), measured_load=load,
+                    seconds_per_sequence=rate.speed.slope_at(load, per_token) if rate and per_token else None,
                 )
             )  # fmt: skip
         return views

@@ -135,7 +135,7 @@ class EngineView:
     admitting: bool
     seconds_per_sequence: float | None = None
     """What each further sequence adds to `seconds_per_token`, if known; that was measured at ..."""
-    measured_load: int = 0
+    measured_load: float = 0.0
     """... so many."""
 
 
@@ -160,7 +160,7 @@ def reserved(engine_level: int, cap: int, level: int, aged: bool, settings: Queu
     return math.ceil(cap * settings.reserve_share) if spilled and cap > 1 else 0
 
 
-def pace(seconds_per_token: float, seconds_per_sequence: float | None, more: int) -> float:
+def pace(seconds_per_token: float, seconds_per_sequence: float | None, more: float) -> float:
     """Seconds per token of each sequence with `more` of them than when it was measured."""
     return max(0.0, seconds_per_token + (seconds_per_sequence or 0.0) * more)
 
@@ -414,7 +414,7 @@ def _target(
             continue
         if not room.fits(target, item.tokens, item.estimate_p50, settings):
             continue
-        there = pace(there, target.seconds_per_sequence, 1)
+        there = pace(there, target.seconds_per_sequence, room.load(target) + 1 - target.measured_load)
         faster = target.seconds_per_sequence is not None and there < 0.5 * here
         clearly = faster or _half_as_full(target, source, room)
         if target.level <= source.level and not (draining and clearly):

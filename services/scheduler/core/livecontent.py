@@ -76,7 +76,7 @@ class Content:
                 run.roomy.pop(engine.name, None)
 
     def _freed(self, engine: Engine) -> None:
-        """A slot of it came free. If it had one before, only its share is new, or its KV room."""
+        """A slot of it came free. If it had one before, only its share and its speed are new, or its KV room."""
         run, closed = engine.run, engine.run is not None and engine.name not in engine.run.roomy
         self._resize(engine)
         if run is None or not engine.roomy:
@@ -89,6 +89,8 @@ class Content:
             if not run.unplaced:
                 run.emptied[engine.name] = engine
                 self._to_move[run.name] = run
+            if engine.seconds_per_sequence:
+                self._may_take(engine)  # faster by one less
 
     def _room(self, engine: Engine) -> None:
         """It may have room that it had not."""

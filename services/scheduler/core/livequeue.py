@@ -199,7 +199,7 @@ class LiveQueue(Placing, Moving):
         run, place = item.run, self._engine(engine)
         as_decided = item.proposed == engine
         self._unqueue(item, quietly=as_decided)
-        item.place, item.level, item.since = place, level, since
+        item.place, item.level, item.lease_level, item.since = place, level, level, since
         item.base = item.generated if base is None else base
         item.in_tool_wait = item.preempt_pending = item.ripe = False
         self._set_quantum(item)
@@ -285,11 +285,12 @@ class LiveQueue(Placing, Moving):
         self._requantum(item)
 
     def going_on(self, name: str) -> None:
-        """The preemption came to nothing: it goes on where it is."""
+        """The preemption came to nothing: it goes on where it is, in the level that it was leased in."""
         item = self._items[name]
         if item.place is None or not item.preempt_pending:
             raise ValueError(f"{name} was not asked to stop")
         self._not_pending(item)
+        item.level = item.lease_level
         item.run.no_victim = False
         self._requantum(item)
         self._may_move(item)

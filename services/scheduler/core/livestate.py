@@ -43,6 +43,7 @@ class Item:
     # while it is leased
     place: "Engine | None" = None
     since: float = 0.0
+    lease_level: int = 0
     base: int = 0
     """Generated tokens when the lease began."""
     in_tool_wait: bool = False
@@ -93,7 +94,7 @@ class Engine:
     """As last reported."""
     seconds_per_token: float | None = None
     seconds_per_sequence: float | None = None
-    measured_load: int = 0
+    measured_load: float = 0.0
     prefill: float | None = None
     admitting: bool = False
     running: dict[str, Item] = field(default_factory=dict)
@@ -130,8 +131,8 @@ class Engine:
 
     @property
     def joined(self) -> float:
-        """Seconds per token once one more has joined; the rate is known."""
-        return pace(self.seconds_per_token or 0.0, self.seconds_per_sequence, 1)
+        """Seconds per token once one more has joined what is there and on its way; the rate is known."""
+        return pace(self.seconds_per_token or 0.0, self.seconds_per_sequence, self.load + 1 - self.measured_load)
 
     def holds(self, tokens: int) -> bool:
         """Its KV cache is large enough."""

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterable
 
 from services.scheduler.core import verdicts
-from services.scheduler.core.cmlfq import pace, reserved
+from services.scheduler.core.cmlfq import reserved
 from services.scheduler.core.livecontent import Content
 from services.scheduler.core.livestate import Engine, Item, Lane, Run
 from services.scheduler.core.verdicts import Assign
@@ -200,8 +200,7 @@ class Placing(Content):
     def _finish(item: Item, place: Engine, again: bool) -> float | None:
         if place.seconds_per_token is None:
             return None
-        more = place.load + 1 - place.measured_load
-        decode = item.estimate_p50 * pace(place.seconds_per_token, place.seconds_per_sequence, more)
+        decode = item.estimate_p50 * place.joined
         return decode + item.tokens / place.prefill if place.prefill and not again else decode
 
     def _kept_for(self, item: Item) -> Engine | None:
