@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from services.scheduler.core import cmlfq
 from services.scheduler.core.cmlfq import Assign, EngineView, QueuedTrajectory, QueueSettings, RunningTrajectory
-from services.scheduler.core.livequeue import LiveQueue
+from services.scheduler.core.livequeue import AMPLE, LiveQueue
 
 RUNS = ("r", "s")
 ENGINES = [f"e{i}" for i in range(6)]
@@ -42,6 +42,8 @@ class Row:
     moves: int = 0
     avoid: frozenset[str] = frozenset()
     reserved: float = 0.0
+    told: float = 0.0
+    """p50 that the live queue was last told."""
 
 
 @dataclass
@@ -100,7 +102,12 @@ class Twins(RuleBasedStateMachine):
         self.live = self.fresh()
 
     def fresh(self):
-        return LiveQueue(self.rules, lambda name: (self.model.rows[name].p50, self.model.rows[name].p90))
+        return LiveQueue(self.rules, self.told)
+
+    def told(self, name):
+        r = self.model.rows[name]
+        r.told = r.p50
+        return r.p50, r.p90
 
     def pick(self, index, leased=None, pending=None):
         rows = [
@@ -195,28 +202,35 @@ class Twins(RuleBasedStateMachine):
 
     def lease(self, r, engine, level, base, since):
         r.engine, r.level, r.lease_level, r.since, r.base = engine, level, level, since, base
-        self.reserve(r)
+        r.reserved = self.reservation(r, r.p50)
         self.live.leased(r.name, engine=engine, level=level, since=since, base=base)
 
-    def reserve(self, r):
+    def reservation(self, r, p50):
         place = self.model.engines.get(r.engine)
-        r.reserved = r.tokens + self.rules.kv_growth * r.p50 if place and place.kv_capacity_tokens else 0.0
+        return r.tokens + self.rules.kv_growth * p50 if place and place.kv_capacity_tokens else 0.0
+
+    def turned(self, r, **changes):
+        """Its reservation is made anew, with a fresh estimate if its engine's cache is not ample, or at first."""
+        place = self.model.engines.get(r.engine)
+        kept = sum(max(o.tokens, o.reserved) for o in self.model.rows.values() if o.engine == r.engine)
+        fresh = not r.reserved or kept > AMPLE * (place.kv_capacity_tokens if place else 0)
+        for name, value in changes.items():
+            setattr(r, name, value)
+        r.reserved = self.reservation(r, r.p50 if fresh else r.told)
+        self.live.turned(r.name, generated=r.generated, tokens=r.tokens, in_tool_wait=r.tool)
 
     @rule(index=st.integers(0, 50), more=st.integers(0, 80), tool=st.booleans(), p50=QUARTERS)
     def turn(self, index, more, tool, p50):
         r = self.pick(index, leased=True)
         if r is not None:
-            r.generated, r.tokens, r.tool, r.p50, r.p90 = r.generated + more, r.tokens + more + 3, tool, p50, 2 * p50
-            self.reserve(r)
-            self.live.turned(r.name, generated=r.generated, tokens=r.tokens, in_tool_wait=tool)
+            generated, tokens = r.generated + more, r.tokens + more + 3
+            self.turned(r, generated=generated, tokens=tokens, tool=tool, p50=p50, p90=2 * p50)
 
     @rule(index=st.integers(0, 50), less=st.integers(1, 80))
     def shrink(self, index, less):
         r = self.pick(index, leased=True)
         if r is not None:
-            r.tokens = max(1, r.tokens - less)
-            self.reserve(r)
-            self.live.turned(r.name, generated=r.generated, tokens=r.tokens, in_tool_wait=r.tool)
+            self.turned(r, tokens=max(1, r.tokens - less))
 
     @rule(index=st.integers(0, 50), p50=QUARTERS)
     def tool_returns(self, index, p50):
@@ -405,6 +419,20 @@ def test_a_turn_that_can_change_nothing_asks_for_no_estimate():
         live.turned(action.trajectory, generated=10 * n, tokens=10 + 10 * n, in_tool_wait=True)
         assert live.decide(n * 0.5) == []
     assert asked == []
+
+
+def test_a_turn_on_an_engine_with_a_bounded_cache_asks_once_more_than_half_of_it_is_kept():
+    live, asked = one_engine(2, kv_capacity_tokens=1_000)
+    wait(live, "a", tokens=100)
+    (action,) = live.decide(0.0)
+    live.leased(action.trajectory, engine=action.engine, level=0, since=0.0)
+    assert asked.count("a") == 1, "the place was chosen by it"
+    for tokens in (200, 300, 460):
+        live.turned("a", generated=tokens, tokens=tokens, in_tool_wait=False)
+    assert asked.count("a") == 1, "460 and 50 to come are known of when the next turn is reported"
+    for tokens in (470, 480):
+        live.turned("a", generated=tokens, tokens=tokens, in_tool_wait=False)
+    assert asked.count("a") == 3
 
 
 def test_estimates_are_held_until_the_own_event_or_a_siblings_end():

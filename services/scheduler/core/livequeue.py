@@ -10,11 +10,13 @@ a move. Until then only these can change that, and only for what they touch:
     an engine slower or fuller than before                                            moves away from it
     the last one placed: the drain phase begins                                       all moves of the run
 
-So a turn of one that has nowhere to go costs two comparisons. What waits lies in lanes (one a level, one for those that
+So a turn of one that has nowhere to go decides nothing. What waits lies in lanes (one a level, one for those that
 waited too long) of buckets of equal rank; a lane is passed over at once if no engine has a slot for its level, or if
 the least KV room that one of it needs is more than any engine has.
 
-Estimates are asked for when a decision needs them and held until the trajectory's own next event or `group_learnt`.
+Estimates are asked for when a decision needs them and held until the trajectory's own next event or `group_learnt`. A
+turn asks for one itself only where more than AMPLE of the engine's KV cache is kept for what is leased there, since what
+is to be kept for this one follows from it; elsewhere what it was last expected to generate will do.
 One writer; no clock: `now` never falls. An action that is not carried out is decided again.
 """
 
@@ -32,6 +34,9 @@ from services.scheduler.core.verdicts import Assign, Preempt
 NO_ONE: frozenset[str] = frozenset()
 RATE_STEP = 0.04
 """Measured rates waver; a change below this share is none."""
+AMPLE = 0.5
+"""Share of a KV cache that may be spoken for before every turn there asks for an estimate: until then room would be
+misjudged only if estimates were too low by half on the whole."""
 
 
 def _close(new: float | None, old: float | None) -> bool:
@@ -323,10 +328,13 @@ class LiveQueue(Placing, Moving):
     # ---- parts of events
 
     def _reservation(self, item: Item, place: Engine) -> float:
-        """What its context will be on average while it is there, as of its last report."""
+        """KV tokens that its lease keeps room for from now on: what it has, and `kv_growth` of what it is expected to
+        generate. Expected when it was last asked about, where at most AMPLE of the cache is kept for anyone.
+        """
         if place.run is None or not place.kv_capacity:
             return 0.0
-        if not item.known:
+        scarce = place.charged > AMPLE * place.kv_capacity
+        if not item.known and (scarce or not item.reserved):
             self._ask(item)
         return item.tokens + self._settings.kv_growth * item.estimate_p50
 
