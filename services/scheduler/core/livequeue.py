@@ -15,8 +15,8 @@ waited too long) of buckets of equal rank; a lane is passed over at once if no e
 the least KV room that one of it needs is more than any engine has.
 
 Estimates are asked for when a decision needs them and held until the trajectory's own next event or `group_learnt`. A
-turn asks for one itself only where more than AMPLE of the engine's KV cache is kept for what is leased there, since what
-is to be kept for this one follows from it; elsewhere what it was last expected to generate will do.
+turn asks for one itself only where more than AMPLE of the engine's KV cache is kept for what is leased there: what is
+kept for this one follows from it. Elsewhere what it was last expected to generate will do.
 One writer; no clock: `now` never falls. An action that is not carried out is decided again.
 """
 
@@ -229,15 +229,13 @@ class LiveQueue(Placing, Moving):
         place = item.place
         if place is None:
             raise ValueError(f"{name} is not leased")
-        more = tokens - item.tokens
-        place.tokens += more
-        before = item.charge
-        item.tokens, item.generated, item.in_tool_wait = tokens, generated, in_tool_wait
-        item.known = False
-        item.reserved = self._reservation(item, place)
+        run, before, more = item.run, item.charge, tokens - item.tokens
+        item.tokens, item.generated, item.in_tool_wait, item.known = tokens, generated, in_tool_wait, False
+        if place.kv_capacity or item.reserved:
+            item.reserved = self._reservation(item, place)
         grown = item.charge - before
+        place.tokens += more
         place.charged += grown
-        run = item.run
         if item.preempt_pending:
             place.going += more
             if item.target:
@@ -435,14 +433,15 @@ class LiveQueue(Placing, Moving):
             self._ripening and not now - self._ripening[0][0] < settings.min_lease_s
         ):
             self._pass_time(now)
-        if not (self._to_assign or self._to_move or self._starving or self._hot):
-            return []
+        if not (self._to_assign or self._to_move or self._hot):
+            if not any(self._may_make_way(run, now) for run in self._starving.values()):
+                return []
         assigns = self._assigns(now) if self._to_assign else []
         preempts: list[Preempt] = []
         most = settings.max_moves
         if most:
             stopped: dict[str, Item] = {}
-            if any(not r.pending for r in self._starving.values()):
+            if self._starving:
                 preempts += self._ways_made(now, stopped)
             if self._hot and len(preempts) < most:
                 preempts += self._pressed(most - len(preempts), stopped)

@@ -132,6 +132,8 @@ class Engine:
     @property
     def joined(self) -> float:
         """Seconds per token once one more has joined what is there and on its way; the rate is known."""
+        if not self.seconds_per_sequence:
+            return self.seconds_per_token or 0.0
         return pace(self.seconds_per_token or 0.0, self.seconds_per_sequence, self.load + 1 - self.measured_load)
 
     def holds(self, tokens: int) -> bool:
@@ -274,8 +276,8 @@ class Bounds:
             share = (engine.load + 1) / engine.cap
             self.emptiest = min(self.emptiest, share)
             here, there = engine.joined, engine.prefill or math.inf
-            if engine.seconds_per_sequence is not None:
-                self.fastest = min(self.fastest, here)
+            if here < self.fastest and engine.seconds_per_sequence is not None:
+                self.fastest = here
             fastest, prefill = best.get(engine.level, (math.inf, 0.0))
             if here < fastest or there > prefill:
                 best[engine.level] = (min(here, fastest), max(there, prefill))

@@ -168,14 +168,14 @@ class Placing(Content):
         if not item.known:
             self._ask(item)
         able: list[tuple[Engine, bool, float | None]] = []
-        soonest = math.inf
+        soonest, last, avoid = math.inf, item.last_engine, item.avoid
         for place in places:
-            if place.name in item.avoid:
+            if avoid and place.name in avoid:
                 continue
             spare = reserved(place.level, place.cap, level, aged, self._settings) if place.level > level else 0
             if not self._fits(place, item, spare):
                 continue
-            again = place.name == item.last_engine and not place.load > 0.9 * place.cap
+            again = place.name == last and not place.load > 0.9 * place.cap
             finish = self._finish(item, place, again)
             able.append((place, again, finish))
             if finish is not None and finish < soonest:
