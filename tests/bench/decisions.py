@@ -120,8 +120,10 @@ class World:
 
     def load(self, engine: EngineView) -> float:
         rate = 0.03 / 2**engine.level * self.rng.uniform(0.95, 1.05)
-        used = self.core.queue.tokens_on(engine.name)
-        view = replace(engine, seconds_per_token=rate, prefill_tokens_per_second=20 / rate, kv_used_tokens=used)
+        used = sum(one.tokens for one in self.core.followed.values() if one.engine == engine.name)
+        view = replace(
+            engine, seconds_per_token=rate, prefill_tokens_per_second=20 / rate, kv_used_tokens=used, reported_at=self.now
+        )  # fmt: skip
         began = self.clock()
         actions = self.core.engine(view, self.now)
         took = self.clock() - began

@@ -46,10 +46,6 @@ class Content:
     def __contains__(self, name: str) -> bool:
         return name in self._items
 
-    def tokens_on(self, engine: str) -> int:
-        """Tokens of all that is leased to an engine."""
-        return self._engines[engine].tokens
-
     def reserved(self, name: str) -> float:
         """KV tokens that the lease of a trajectory keeps room for."""
         return self._items[name].reserved

@@ -31,7 +31,6 @@ from services.scheduler.core.moving import Moving
 from services.scheduler.core.placing import Placing
 from services.scheduler.core.verdicts import Assign, Preempt
 
-NO_ONE: frozenset[str] = frozenset()
 RATE_STEP = 0.04
 """Measured rates waver; a change below this share is none."""
 AMPLE = 0.5
@@ -93,7 +92,7 @@ class LiveQueue(Placing, Moving):
         run = engine.run
         self._leave(engine)
         engine.run, engine.seconds_per_token, engine.kv_used, engine.foreign = None, None, 0, len(engine.running)
-        engine.kv_told = -1
+        engine.reported_at = -math.inf
         self._rates[engine.index] = np.nan
         self._hot.pop(name, None)
         self._all(run.name)
@@ -119,9 +118,9 @@ class LiveQueue(Placing, Moving):
     def _loads(self, engine: Engine, view: EngineView) -> None:
         """Its measurements. A rate within RATE_STEP of the one decided with counts as the same."""
         eased = False
-        if view.kv_used_tokens != engine.kv_told:
+        if view.reported_at != engine.reported_at:
             eased = view.kv_used_tokens < engine.kv_used
-            engine.kv_told = engine.kv_used = view.kv_used_tokens
+            engine.kv_used, engine.reported_at = view.kv_used_tokens, view.reported_at
         self._heat(engine)
         if not _same_speed(view, engine):
             engine.seconds_per_token, engine.prefill = view.seconds_per_token, view.prefill_tokens_per_second
@@ -172,7 +171,6 @@ class LiveQueue(Placing, Moving):
         tokens: int,
         generated: int,
         last_engine: str = "",
-        avoid: frozenset[str] = NO_ONE,
         moves: int = 0,
     ) -> None:
         """It waits: new, or back from a lease with what it generated."""
@@ -189,7 +187,7 @@ class LiveQueue(Placing, Moving):
             self._detach(item)
         item.admission_number, item.priority, item.level = admission_number, priority, level
         item.tokens, item.generated, item.known = tokens, generated, False
-        item.waiting_since, item.last_engine, item.avoid, item.moves = waiting_since, last_engine, avoid, moves
+        item.waiting_since, item.last_engine, item.moves = waiting_since, last_engine, moves
         mine = item.run
         mine.waiting += 1
         mine.lane(level).add(item, (-priority, admission_number))
@@ -251,18 +249,6 @@ class LiveQueue(Placing, Moving):
             self._to_move[run.name] = run
         if more < 0 or grown < 0:
             self._room(place)
-
-    def tool_returned(self, name: str) -> None:
-        """It generates again."""
-        item = self._items[name]
-        item.in_tool_wait, item.known = False, False
-        if item.place is not None:
-            item.run.table.touch(item)
-            self._may_move(item)
-            if item.preempt_pending and item.target:
-                self._moved_need(item)
-        elif item.lane is not None:
-            self._renew(item)
 
     def preempting(self, name: str, *, level: int, target: str = "") -> None:
         """It was asked to stop, to queue in `level` with `target` in mind; it runs until it is queued again."""
@@ -485,7 +471,7 @@ class LiveQueue(Placing, Moving):
                 queued.append(
                     QueuedTrajectory(
                         i.name, i.run.name, i.group, i.admission_number, i.priority, i.level, i.waiting_since, i.tokens,
-                        i.generated, i.estimate_p50, i.estimate_p90, i.last_engine, i.avoid,
+                        i.generated, i.estimate_p50, i.estimate_p90, i.last_engine,
                     )
                 )  # fmt: skip
             else:
@@ -500,6 +486,7 @@ class LiveQueue(Placing, Moving):
             EngineView(
                 e.name, e.run.name, e.level, e.cap, len(e.running), e.kv_capacity, e.kv_used, e.seconds_per_token,
                 e.prefill, e.admitting, e.seconds_per_sequence, e.measured_load,
+                e.reported_at,
             )
             for e in self._engines.values() if e.run is not None
         ]  # fmt: skip

@@ -33,7 +33,6 @@ class Item:
     # while it waits
     waiting_since: float = 0.0
     last_engine: str = ""
-    avoid: frozenset[str] = frozenset()
     lane: "Lane | None" = None
     key: Key = ()
     entry: int = 0
@@ -89,9 +88,8 @@ class Engine:
     cap: int = 0
     kv_capacity: int = 0
     kv_used: int = 0
-    """As last reported, less what left since: what was stopped must not be stopped for again."""
-    kv_told: int = -1
-    """As last reported."""
+    """As reported then, less what left since: what was stopped must not be stopped for again."""
+    reported_at: float = -math.inf
     seconds_per_token: float | None = None
     seconds_per_sequence: float | None = None
     measured_load: float = 0.0

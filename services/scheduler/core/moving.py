@@ -23,7 +23,7 @@ class Moving(Content):
             item = run.head
             if item is None or not self._may_make_way(run, now):
                 continue
-            victim = self._victim(run, item, now)
+            victim = self._victim(run, now)
             if victim is not None:
                 if not item.known:
                     self._ask(item)
@@ -37,12 +37,12 @@ class Moving(Content):
         """No one is asked to already, and one may be that was not when last looked."""
         return not run.pending and not (run.no_victim and not now - run.young_since > self._settings.max_wait_s)
 
-    def _victim(self, run: Run, item: Item, now: float) -> Item | None:
+    def _victim(self, run: Run, now: float) -> Item | None:
         best: Item | None = None
         run.no_victim, run.young_since = True, math.inf
         for one in run.spent.values():
             place = one.place
-            if place is None or place.run is None or not place.admitting or place.name in item.avoid:
+            if place is None or place.run is None or not place.admitting:
                 continue
             if not now - one.since > self._settings.max_wait_s:
                 run.young_since = min(run.young_since, one.since)

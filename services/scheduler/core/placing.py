@@ -168,10 +168,8 @@ class Placing(Content):
         if not item.known:
             self._ask(item)
         able: list[tuple[Engine, bool, float | None]] = []
-        soonest, last, avoid = math.inf, item.last_engine, item.avoid
+        soonest, last = math.inf, item.last_engine
         for place in places:
-            if avoid and place.name in avoid:
-                continue
             spare = reserved(place.level, place.cap, level, aged, self._settings) if place.level > level else 0
             if not self._fits(place, item, spare):
                 continue
@@ -210,6 +208,6 @@ class Placing(Content):
             least = min((e.kv_capacity for e in some if e.kv_capacity), default=sys.maxsize)
             run.keepers = (sorted(e.name for e in some), least)
         able, least = run.keepers
-        if item.avoid or item.tokens > least:
-            able = [n for n in able if n not in item.avoid and self._engines[n].holds(item.tokens)]
+        if item.tokens > least:
+            able = [n for n in able if self._engines[n].holds(item.tokens)]
         return self._engines[able[item.hashed % len(able)]] if able else None
