@@ -130,7 +130,8 @@ class Judge:
         train_s, tokens = self.train_s(layout), self.job.demand.tokens
         budget = min((self.job.trainers[k].micro_batch_tokens for k, _ in layout.trainers), default=0.0)
         if step_s >= NEVER_S:
-            return Judged(layout, Prediction(0.0, NEVER_S, NEVER_S, train_s, 0.0), (), budget, "rollout")
+            bound = "training" if train_s >= NEVER_S else "rollout"
+            return Judged(layout, Prediction(0.0, NEVER_S, NEVER_S, train_s, 0.0), (), budget, bound)
         order, problem = self._problem(tuple(k for k, _ in layout.engines))
         engines = dict(layout.engines)
         counts, way = [engines[k] for k in order], self._times[layout][1]
