@@ -4,9 +4,10 @@
 
 An event is a report coming in: estimator and queue are updated, the decision comes out and is carried out. The mix is
 that of 64 engines in three levels under 20,000 live trajectories of a few turns each: turns with a tool's return, ends
-(eight of them bring the next group), and each engine's load report after every 960 others. Two fleets: `full` has
-places for about half of them, so that the queue is long and aged and stops work past its quantum; `even` has a place
-for each on engines of one kind, so that nothing waits and every turn asks whether a move would pay.
+(eight of them bring the next group), and each engine's load report after every 960 others. Three fleets: `full` has
+places for about half of them, so that the queue is long and aged and stops work past its quantum; `tight` has the same
+and a KV cache that runs full first, so that every turn asks for an estimate; `even` has a place for each on engines of
+one kind, so that nothing waits and every turn asks whether a move would pay.
 
 The reference decides from scratch: all estimates, the view, `cmlfq.decide`. What the driver itself does is not timed.
 """
@@ -31,8 +32,9 @@ TOOLS = ("search", "python", "shell")
 OUTCOMES = ("OK",) * 17 + ("TOOL_ERROR",) * 2 + ("TIMEOUT",)
 SIZES = ("short", "long")
 LOAD_EVERY = 1_024
-FLEETS = {"full": (192, 128, 64), "even": (352,)}
-"""Slots of an engine by level: a quarter of the engines are of higher levels, where there are any."""
+FLEETS = {"full": ((192, 128, 64), 2_500_000), "tight": ((192, 128, 64), 250_000), "even": ((352,), 2_500_000)}
+"""Slots of an engine by level, and the tokens that its KV cache holds: a quarter of the engines are of higher levels,
+where there are any."""
 
 
 class World:
@@ -52,16 +54,16 @@ class World:
         self.serial = self.number = self.seen = 0
         self.kinds: Counter[str] = Counter()
         self.decided: Counter[str] = Counter()
-        self.engines = [self.place(i, FLEETS[fleet]) for i in range(64)]
+        self.engines = [self.place(i, *FLEETS[fleet]) for i in range(64)]
         for engine in self.engines:
             self.core.engine(engine, 0.0)
         while len(self.core.followed) < live:
             self.carry(self.core.scheduled(self.group(), self.now))
 
-    def place(self, index: int, slots: tuple[int, ...]) -> EngineView:
+    def place(self, index: int, slots: tuple[int, ...], kv: int) -> EngineView:
         level = 0 if index < 48 or len(slots) == 1 else 1 if index < 60 else 2
         rate = 0.03 / 2**level * self.rng.uniform(0.95, 1.05)
-        return EngineView(f"e{index}", "run", level, slots[level], 0, 2_500_000, 0, rate, 20 / rate, True)
+        return EngineView(f"e{index}", "run", level, slots[level], 0, kv, 0, rate, 20 / rate, True)
 
     def group(self) -> list[Followed]:
         self.number += 1
