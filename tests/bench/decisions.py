@@ -52,6 +52,8 @@ class World:
         self.turns: dict[str, int] = {}
         self.live = live
         self.serial = self.number = self.seen = 0
+        self.used: Counter[str] = Counter()
+        """KV tokens on each engine when loads were last reported."""
         self.kinds: Counter[str] = Counter()
         self.decided: Counter[str] = Counter()
         self.engines = [self.place(i, *FLEETS[fleet]) for i in range(64)]
@@ -87,6 +89,10 @@ class World:
     def event(self) -> float:
         """One event; seconds that the core took."""
         self.seen += 1
+        if self.seen % LOAD_EVERY == 0:
+            self.used.clear()
+            for one in self.core.followed.values():
+                self.used[one.engine] += one.tokens
         if self.seen % LOAD_EVERY < len(self.engines):
             return self.load(self.engines[self.seen % LOAD_EVERY])
         while True:
@@ -122,9 +128,9 @@ class World:
 
     def load(self, engine: EngineView) -> float:
         rate = 0.03 / 2**engine.level * self.rng.uniform(0.95, 1.05)
-        used = sum(one.tokens for one in self.core.followed.values() if one.engine == engine.name)
         view = replace(
-            engine, seconds_per_token=rate, prefill_tokens_per_second=20 / rate, kv_used_tokens=used, reported_at=self.now
+            engine, seconds_per_token=rate, prefill_tokens_per_second=20 / rate, reported_at=self.now,
+            kv_used_tokens=self.used[engine.name],
         )  # fmt: skip
         began = self.clock()
         actions = self.core.engine(view, self.now)

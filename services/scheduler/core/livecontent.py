@@ -37,6 +37,8 @@ class Content:
         self._starving: dict[str, Run] = {}
         self._to_assign: dict[str, Run] = {}
         self._to_move: dict[str, Run] = {}
+        self._known_free: dict[str, float] = {}
+        """KV tokens free on engines, in the pass over a run's queue that is being made."""
         self._given: dict[str, Engine] = {}
         """Engines that the decision being made has given something."""
 

@@ -37,6 +37,7 @@ class Placing(Content):
         run.kept = run.head = None
         if kept is not None:
             kept.held = False
+        self._known_free.clear()
         if run.waiting:
             places = list(run.roomy.values())
             if run.aged.count:
@@ -124,7 +125,9 @@ class Placing(Content):
             spare = 0 if level is None else reserved(place.level, place.cap, level, False, self._settings)
             if place.load >= place.cap - spare:
                 continue
-            free = self._free(place)
+            free = self._known_free.get(place.name)
+            if free is None:
+                free = self._known_free[place.name] = self._free(place)
             if free > 0.25 * place.kv_capacity:  # so much that looking at each costs less than bounding it
                 return math.inf if lane.count else -1.0
             most = max(most, free)
@@ -141,6 +144,7 @@ class Placing(Content):
         found: list[tuple[tuple[object, ...], Assign]],
     ) -> None:
         self._take(place, item)
+        self._known_free.pop(place.name, None)
         if place.load >= place.cap:
             places.remove(place)
         item.proposed = place.name
