@@ -40,13 +40,14 @@ class Weights:
 
     def advance(self, change: Change) -> None:
         """Tells every engine that should serve something else to prepare it."""
-        work = _Work(change.fleet)
+        work: _Work | None = None
         loading = {c.subject for c in commands.open_commands(self._ledger) if c.kind in ("load.prepare", "load.switch")}
         for replica in change.fleet.live_replicas():
             if replica.role != "ROLLOUT" or not replica.granted or replica.state not in SERVING_STATES:
                 continue
             if replica.name in loading or change.at < self._retry_at.get(replica.name, 0.0):
                 continue
+            work = work or _Work(change.fleet)
             wanted = self.wanted(change, replica, work)
             if wanted is None or self.serves(replica, wanted):
                 if replica.state == "SUSPECT" and wanted is not None:
