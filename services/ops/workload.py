@@ -37,8 +37,11 @@ TAIL = (10, 14)
 TAIL_SHARE_STATIONARY = 0.02
 TAIL_SHARE_END = 0.04
 LATENCY_START_MS = (5.0, 100.0)
-LATENCY_END_MS = (900.0, 5000.0)
+LATENCY_END_MS = (1200.0, 6000.0)
 """(p50, p99) of one tool call at the start and at the end of the drift."""
+TAIL_LATENCY = 0.5
+"""Very long episodes make many quick calls. With calls as slow as the others' they would bound a step by themselves
+within the staleness bound, and no split of the accelerators would be better than another."""
 
 
 def training_tasks(seed: int, groups: int, drift: bool) -> list[dict[str, Any]]:
@@ -46,7 +49,8 @@ def training_tasks(seed: int, groups: int, drift: bool) -> list[dict[str, Any]]:
 
     With drift, over the part DRIFT of the run operations move from DRIFT_START to DRIFT_END, latency from
     LATENCY_START_MS to LATENCY_END_MS and the share of very long episodes (TAIL) from none to TAIL_SHARE_END. Without,
-    the mix is the same throughout: held-out lengths, and the latency of the end.
+    the mix is the same throughout: held-out lengths, and the latency of the end. Very long episodes have TAIL_LATENCY
+    of the latency of the others.
     """
     rng = random.Random(f"train/{seed}/{drift}")  # noqa: S311 - a workload, no secret
     tasks = []
@@ -57,8 +61,11 @@ def training_tasks(seed: int, groups: int, drift: bool) -> list[dict[str, Any]]:
         if drift and rng.random() >= HELDOUT_SHARE:
             low, high = (round(bound) for bound in _between(DRIFT_START, DRIFT_END, progress))
         tail = TAIL_SHARE_END * progress if drift else TAIL_SHARE_STATIONARY
-        operations = rng.randint(*TAIL) if rng.random() < tail else rng.randint(low, high)
-        tasks.append(_task(rng, operations, _between(LATENCY_START_MS, LATENCY_END_MS, progress)))
+        long = rng.random() < tail
+        operations = rng.randint(*TAIL) if long else rng.randint(low, high)
+        p50, p99 = _between(LATENCY_START_MS, LATENCY_END_MS, progress)
+        quick = TAIL_LATENCY if long else 1.0
+        tasks.append(_task(rng, operations, (p50 * quick, p99 * quick)))
     return tasks
 
 

@@ -232,7 +232,7 @@ def switch_to_rollout_s() -> float:
     hardware = _profile(PAPER).hardware
     engine, training = ModelledEngine(hardware, _model()), ModelledTraining(hardware, _model())
     update = engine.weight_update_s(TRAINER_ACCELERATORS, TRAINER_ACCELERATORS)
-    return training.offload_s(TRAINER_ACCELERATORS) + engine.wake_s(TRAINER_ACCELERATORS) + update
+    return training.offload_s(1, TRAINER_ACCELERATORS) + engine.wake_s(TRAINER_ACCELERATORS) + update
 
 
 @figure("switch, rollout to train, s")
@@ -240,7 +240,7 @@ def switch_to_training_s() -> float:
     """One node: the engine of TP8 sleeps, the trainer's state comes back from the host."""
     hardware = _profile(PAPER).hardware
     engine, training = ModelledEngine(hardware, _model()), ModelledTraining(hardware, _model())
-    return engine.sleep_s(TRAINER_ACCELERATORS) + training.offload_s(TRAINER_ACCELERATORS)
+    return engine.sleep_s(TRAINER_ACCELERATORS) + training.offload_s(1, TRAINER_ACCELERATORS)
 
 
 @figure("switch both ways, share of a step of 454 s")

@@ -129,11 +129,9 @@ class Cluster:
         engine = self.engines[index]
         if not engine.state.alive:
             return
-        engine.advance(self.now)
-        engine.state.version = self.view.version
+        self._give_weights([engine])
         engine.state.admitting = True
         self._room = True
-        self._touched[index] = None
         for trajectory in list(self.view.queued.values()):
             self._place(self._sequences[trajectory.index])
 
@@ -193,9 +191,14 @@ class Cluster:
         return group
 
     def _check_length(self, episode: Episode) -> None:
-        most = max((e.state.kv_capacity for e in self.engines if e.state.alive), default=0)
-        if episode.tokens > most:
-            raise ConfigError(f"episode {episode.id} of {episode.tokens} tokens; the largest KV cache holds {most}")
+        """A policy may send it to any engine, and alone on one it must fit."""
+        least = min((e.state for e in self.engines if e.state.alive), key=lambda e: e.kv_capacity, default=None)
+        if least is not None and episode.tokens > least.kv_capacity:
+            raise ConfigError(
+                f"episode {episode.id} grows to {episode.tokens} tokens; the KV cache of engine {least.index} "
+                f"(TP{least.tp}) holds {least.kv_capacity}; expected every engine to hold the longest episode: "
+                f"use engines of a higher degree, or leave the episode out"
+            )
 
     def _place(self, sequence: Sequence) -> None:
         """An engine for one that has none and is ready, or the queue."""
@@ -204,7 +207,6 @@ class Cluster:
         if index != NOWHERE:
             self._assign(sequence, index)
         elif seen.index not in self.view.queued:
-            seen.queued_since = self.now
             self.view.queued[seen.index] = seen
             self._room = True
 
@@ -375,7 +377,7 @@ class Cluster:
         if any(g.open for g in self.pending.groups):
             return
         groups = list(self.pending.groups)
-        self._record(groups, self.now, 0.0)
+        self._record(groups, self.now)
         self.pending.consume(groups)
         if len(self._steps_done) == self._steps:
             self._done = True
@@ -399,14 +401,19 @@ class Cluster:
         held = self._trainer.accelerators
         if self._mode is Mode.COLOCATED:
             self._abort_open()
-            pause = max(self.spec.times.sleep_s(e.state.tp) for e in self.engines)
             held = self.spec.accelerators
+            pause = max(self.spec.times.sleep_s(e.state.tp) for e in self.engines) + self._trainers_copy_s()
         tokens = [m.seen.context for g in groups for m in g.members]
         count, each = replicas_of(self.spec.training, held)
         seconds = self.spec.training.step_s(count, each, tokens)
-        self._trainer.begin(self.now + pause, seconds, count * each)
+        self._trainer.begin(seconds, count * each)
         self.pending.consume(groups)
         self._at(self.now + pause + seconds, self._committed, groups, seconds)
+
+    def _trainers_copy_s(self) -> float:
+        """COLOCATED: trainers' state from the hosts, or back."""
+        assert self.spec.training is not None
+        return self.spec.training.offload_s(*replicas_of(self.spec.training, self.spec.accelerators))
 
     def _abort_open(self) -> None:
         """The groups that the round was not waiting for start again, in a round of their own."""
@@ -429,7 +436,7 @@ class Cluster:
     def _committed(self, groups: list[Group], seconds: float) -> None:
         """A training step has ended: the next version is out."""
         self._trainer.end()
-        self._record(groups, self.now - seconds, seconds)
+        self._record(groups, self.now - seconds)
         if len(self._steps_done) == self._steps:
             self._done = True
             return
@@ -441,7 +448,7 @@ class Cluster:
             self._relayout(wanted)
         if self._mode is Mode.COLOCATED:
             wake = max(self.spec.times.wake_s(e.state.tp) for e in self.engines)
-            self._at(self.now + wake, lambda _a, _b: self._next_round(), None, None)
+            self._at(self.now + self._trainers_copy_s() + wake, lambda _a, _b: self._next_round(), None, None)
             return
         if self._mode is Mode.SPLIT:
             self._update_due = True
@@ -465,14 +472,19 @@ class Cluster:
         self._admit_batches()
 
     def _update_weights(self) -> None:
-        alive = [e for e in self.engines if e.state.alive and not e.frozen]
-        trainers = self.spec.accelerators if self._mode is Mode.COLOCATED else self._trainer.accelerators
-        seconds = self.spec.times.weight_update_s(trainers, sum(e.state.tp for e in alive))
-        for engine in alive:
-            self._touch(engine.state.index).update(self.view.version, seconds, recompute=self.spec.recompute)
+        """Of all engines that serve; those that start get them when they are awake."""
+        seconds = self._give_weights([e for e in self.engines if e.state.admitting and not e.frozen])
         self._trainer.wait_until(self.now + seconds)
 
-    def _record(self, groups: list[Group], took_at: float, training_s: float) -> None:
+    def _give_weights(self, engines: list[Engine]) -> float:
+        """Seconds that they pause for it."""
+        trainers = self.spec.accelerators if self._mode is Mode.COLOCATED else self._trainer.accelerators
+        seconds = self.spec.times.weight_update_s(trainers, sum(e.state.tp for e in engines))
+        for engine in engines:
+            self._touch(engine.state.index).update(self.view.version, seconds, recompute=self.spec.recompute)
+        return seconds
+
+    def _record(self, groups: list[Group], took_at: float) -> None:
         members = [m for g in groups for m in g.members]
         versions = [g.version() for g in groups]
         self._steps_done.append(
@@ -483,7 +495,6 @@ class Cluster:
                 tokens=sum(m.total for m in members),
                 sequences=len(members),
                 staleness=self.view.version - min(versions) if self._mode is not Mode.ROLLOUT else 0,
-                training_s=training_s,
                 layout=self.view.layout.words(),
                 usage=self.usage(),
             )
@@ -507,19 +518,27 @@ class Cluster:
     # ---- layout and failures
 
     def _relayout(self, wanted: Layout) -> None:
-        change = handover.change(self.view.engines, self.view.layout, wanted, self.spec, self._mode)
-        if change is None:
+        change = handover.change(self.view.engines, wanted, self.spec, self._mode)
+        if change is None or not self._holds_all(wanted):
             self._refused += 1
             return
         self._relayouts += 1
-        self.view.layout = wanted
-        released = self.now
+        before, self.view.layout = self.view.layout, wanted
+        leaving, coming = handover.offloads_s(self.spec.training, before.training, wanted.training)
+        released = self.now + leaving
         for index in change.removed:
             released = max(released, self.now + self.spec.times.sleep_s(self.engines[index].state.tp))
             self._remove(index)
         for tp, node in change.added:
-            self._add_engine(tp, node, released + self.spec.start_s(tp))
-        self._trainer.resize(wanted.training, self.now, released)
+            self._add_engine(tp, node, released + self.spec.times.wake_s(tp))
+        self._trainer.resize(wanted.training, self.now)
+        if coming or wanted.training > before.training:
+            self._trainer.wait_until(released + coming)
+
+    def _holds_all(self, layout: Layout) -> bool:
+        """Whether each of its engines holds the longest of the live episodes."""
+        longest = max((s.episode.tokens for s in self._sequences.values()), default=0)
+        return all(self.spec.times.kv_tokens(tp) >= longest for tp in set(layout.engines))
 
     def _remove(self, index: int) -> None:
         """Takes an engine away; its trajectories keep their tokens and go elsewhere."""

@@ -13,7 +13,6 @@ from services.simulator.layout import ClusterSpec, Failure, FailureKind, Layout,
 from services.simulator.parametric import CODE, SEARCH, Parametric, Shift
 from services.simulator.policies import registry, search
 from services.simulator.policies.clairvoyant import bound
-from services.simulator.policies.libra import Libra
 from services.simulator.policies.static import degrees
 from services.simulator.processes import Run, runner
 from services.simulator.results import Figures, RunResult
@@ -21,7 +20,10 @@ from services.simulator.times import EngineTimes, TrainingTimes
 from services.simulator.workload import Episode, Resampled, Workload, scaled
 
 FIRST_STEP = 4
-"""Steps before it are reported apart: what finding the layout cost."""
+"""From 0: the first four steps are reported apart, as what finding the layout cost."""
+CYCLE_S = 5.0
+QUICK_CYCLE_S = 1.0
+"""For failures and replays, which last a minute or some."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +36,8 @@ class Experiment:
     first: int = FIRST_STEP
     mode: Mode = Mode.ASYNC
     given: Layout | None = None
-    cycle_s: float = 5.0
-    """Of our own policy, seconds."""
+    cycle_s: float = CYCLE_S
+    """Seconds between decisions, of every policy that decides at intervals."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +55,9 @@ class Comparison:
     """All policies on the same seeds."""
 
     policies: tuple[Compared, ...]
+    cycle_s: float
     searches: tuple[tuple[str, int, int], ...] = ()
     notes: tuple[str, ...] = field(default=())
-
-    def of(self, name: str) -> Compared:
-        """A policy's. Raises KeyError."""
-        return {p.name: p for p in self.policies}[name]
 
 
 Job = tuple[Experiment, str, registry.Layouts, int]
@@ -82,6 +81,8 @@ def compared(experiment: Experiment, policies: str | Iterable[str], seeds: int, 
         if left_out:
             notes.append(f"{', '.join(left_out)}: nothing is trained here, so synchronous policies are left out")
     needed = chosen if experiment.given is None else [n for n in chosen if n in registry.SYNCHRONOUS]
+    if experiment.given is not None:
+        notes += _of_given(experiment.given, chosen)
     question = search.Question(
         experiment.spec, experiment.workload, experiment.steps, experiment.first, experiment.mode
     )
@@ -93,7 +94,16 @@ def compared(experiment: Experiment, policies: str | Iterable[str], seeds: int, 
         runs = tuple(results[at * seeds : (at + 1) * seeds])
         figures = tuple(r.since(min(experiment.first, experiment.steps - 1)) for r in runs)
         rows.append(Compared(name, runs[0].steps[-1].layout, runs, figures))
-    return Comparison(tuple(rows), found.cost, tuple(notes))
+    return Comparison(tuple(rows), experiment.cycle_s, found.cost, tuple(notes))
+
+
+def _of_given(given: Layout, chosen: Iterable[str]) -> list[str]:
+    """What rows on a layout that policies did not choose are not."""
+    same = [name for name in chosen if name in registry.LEAST_LOADED]
+    if not same:
+        return []
+    one = "is" if len(same) == 1 else "are all"
+    return [f"{', '.join(same)}: on the given layout ({given.words()}) {one} least-loaded routing, and no more"]
 
 
 def simulate(job: Job) -> RunResult:
@@ -102,7 +112,7 @@ def simulate(job: Job) -> RunResult:
     synchronous = name in registry.SYNCHRONOUS
     results = []
     for policy in registry.build(name, found, None if synchronous else experiment.given):
-        if isinstance(policy, Libra):
+        if policy.decide_every_s is not None:
             policy.decide_every_s = experiment.cycle_s
         if not synchronous:
             policy.mode = experiment.mode
@@ -141,10 +151,12 @@ def r2e_48(
     given: Layout | None = None,
     workers: int | None = None,
 ) -> dict[str, Any]:
-    """The preset as a document, see `document`; with `published`, ratios given and got."""
+    """The preset as a document, see `document`; with `published`, ratios given and got, unless a layout is given: the
+    published ones are of policies on layouts of their own.
+    """
     asked = r2e_experiment(times, training, steps=steps, given=given)
     found = document(compare(asked, policies, seeds, workers=workers))
-    return {**found, "published": ladder.rungs(found["policies"])}
+    return {**found, "published": ladder.rungs(found["policies"]) if given is None else []}
 
 
 def shift_48(
@@ -162,8 +174,9 @@ def shift_48(
 
 
 def document(comparison: Comparison) -> dict[str, Any]:
-    """`{"policies": [...], "searches": [...], "notes": [...]}`: means over the seeds from the first scored step on.
+    """`{"policies": [...], "searches": [...], "notes": [...], "cycle_s": ...}`.
 
+    Figures are means over the seeds from the first scored step on; `cycle_s`: seconds between decisions.
     `spread`: (highest - lowest) / mean of tokens_per_s over the seeds; `from_start`: tokens_per_s of all steps;
     `of_bound`: mean over the seeds of tokens_per_s over that of `clairvoyant` on the same seed, null without it.
     """
@@ -172,6 +185,7 @@ def document(comparison: Comparison) -> dict[str, Any]:
         "policies": [_row(p, bounds) for p in comparison.policies],
         "searches": [{"for": s, "layouts": tried, "steps": steps} for s, tried, steps in comparison.searches],
         "notes": list(comparison.notes),
+        "cycle_s": comparison.cycle_s,
     }
 
 
@@ -220,7 +234,7 @@ def failures_4(
     for name in chosen:
         *failed, without = [[next(results) for _ in range(seeds)] for _ in cases]
         rows += [_failure_row(name, kind, runs, without) for kind, runs in zip(KINDS, failed, strict=True)]
-    return {"policies": rows}
+    return {"policies": rows, "cycle_s": QUICK_CYCLE_S}
 
 
 def _failing(times: EngineTimes, kind: FailureKind | None, workers: int) -> Experiment:
@@ -228,7 +242,7 @@ def _failing(times: EngineTimes, kind: FailureKind | None, workers: int) -> Expe
     spec = ClusterSpec(times, None, accelerators=workers, node_size=workers, failures=failures)
     workload = Parametric(groups=16, mean_start=2_500.0, mean_end=2_500.0)
     given = Layout((1,) * workers, 0)
-    return Experiment(spec, workload, steps=1, first=0, mode=Mode.ROLLOUT, given=given, cycle_s=1.0)
+    return Experiment(spec, workload, steps=1, first=0, mode=Mode.ROLLOUT, given=given, cycle_s=QUICK_CYCLE_S)
 
 
 def _failure_row(name: str, kind: str, runs: list[RunResult], without: list[RunResult]) -> dict[str, Any]:
@@ -286,7 +300,13 @@ def replay(
             for latency in latencies
             for scale in scales
         ]
-    return {"episodes": len(episodes), "accelerators": REPLAY_ACCELERATORS, "samples": samples, "cells": cells}
+    return {
+        "episodes": len(episodes),
+        "accelerators": REPLAY_ACCELERATORS,
+        "samples": samples,
+        "cycle_s": QUICK_CYCLE_S,
+        "cells": cells,
+    }
 
 
 def _replay_cell(
@@ -302,7 +322,7 @@ def _replay_cell(
     count = max(1, min(groups, round(SAMPLE_EPISODES * groups / len(chosen))))
     spec = ClusterSpec(times, None, accelerators=REPLAY_ACCELERATORS, node_size=REPLAY_ACCELERATORS)
     workload = Resampled(chosen, count)
-    experiment = Experiment(spec, workload, steps=1, first=0, mode=Mode.ROLLOUT, cycle_s=1.0)
+    experiment = Experiment(spec, workload, steps=1, first=0, mode=Mode.ROLLOUT, cycle_s=QUICK_CYCLE_S)
     comparison = compared(experiment, policies, samples, run)
     return {
         "profile": cell.profile,

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from services.common.errors import ConfigError
 from services.simulator.engine import EngineState
-from services.simulator.layout import ClusterSpec, Layout, Mode, check, place
+from services.simulator.layout import ClusterSpec, Layout, Mode, check, place, replicas_of
+from services.simulator.times import TrainingTimes
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,11 +17,8 @@ class Change:
     added: tuple[tuple[int, int], ...]
 
 
-def change(
-    engines: Sequence[EngineState], present: Layout, wanted: Layout, spec: ClusterSpec, mode: Mode
-) -> Change | None:
+def change(engines: Sequence[EngineState], wanted: Layout, spec: ClusterSpec, mode: Mode) -> Change | None:
     """The fewest engines stopped and started for a layout, the least loaded first; None if it cannot be had."""
-    del present
     try:
         check(wanted, spec, mode)
     except ConfigError:
@@ -39,6 +37,20 @@ def change(
     return Change(tuple(sorted(removed)), tuple(zip(left, nodes, strict=True)))
 
 
+def offloads_s(training: TrainingTimes | None, before: int, after: int) -> tuple[float, float]:
+    """Seconds in which replicas that go copy their state to the hosts, and in which those that come copy it back.
+
+    `before`, `after`: accelerators. Where replicas change their size all of them go, and come again.
+    """
+    if training is None:
+        return 0.0, 0.0
+    (count, each), (wanted, size) = replicas_of(training, before), replicas_of(training, after)
+    kept = min(count, wanted) if each == size else 0
+    leaving = training.offload_s(count - kept, each) if count > kept else 0.0
+    coming = training.offload_s(wanted - kept, size) if wanted > kept else 0.0
+    return leaving, coming
+
+
 class Trainer:
     """All training replicas: one step at a time."""
 
@@ -51,9 +63,8 @@ class Trainer:
         self._since = 0.0
         self._step: tuple[float, int] = (0.0, 0)
 
-    def begin(self, start: float, seconds: float, accelerators: int) -> None:
-        """A step of so many seconds from `start` on so many accelerators."""
-        del start
+    def begin(self, seconds: float, accelerators: int) -> None:
+        """A step of so many seconds on so many accelerators."""
         self.busy = True
         self._step = (seconds, accelerators)
 
@@ -66,12 +77,10 @@ class Trainer:
         """No step starts earlier."""
         self.ready_at = max(self.ready_at, time)
 
-    def resize(self, accelerators: int, now: float, ready: float) -> None:
-        """Another number of accelerators, from now; those that come can be used from `ready` on."""
+    def resize(self, accelerators: int, now: float) -> None:
+        """Another number of accelerators, from now."""
         self._held_s += (now - self._since) * self.accelerators
         self._since = now
-        if accelerators > self.accelerators:
-            self.wait_until(ready)
         self.accelerators = accelerators
 
     def seconds(self, now: float, always: int | None) -> tuple[float, float]:

@@ -31,8 +31,6 @@ class NodeTopology:
     """One node: accelerators joined by NVLink, each with a network interface of its own."""
 
     accelerators: int
-    host_bytes: float
-    """RAM of the host."""
     network_bytes_s: float
     """Of one accelerator's interface, in one direction."""
 

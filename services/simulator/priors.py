@@ -78,6 +78,13 @@ def trainer_rates(
         halved = times.step_s(2, size, batches[2])
         reduce_s = max(0.0, 2.0 * (halved - fixed_s - (token_s * rows[2][0] + square_s * rows[2][1]) / 2.0))
         found[TrainerKind(type_, size)] = TrainerRates(
-            token_s, square_s, gather_s, fixed_s, reduce_s, micro_batch_tokens, asleep_bytes=asleep_bytes
+            token_s,
+            square_s,
+            gather_s,
+            fixed_s,
+            reduce_s,
+            micro_batch_tokens,
+            start_s=times.offload_s(1, size),
+            asleep_bytes=asleep_bytes,
         )
     return found

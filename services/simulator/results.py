@@ -32,7 +32,6 @@ class StepResult:
     """Generated tokens that it consumed."""
     sequences: int
     staleness: int
-    training_s: float
     layout: str
     usage: Usage
 

@@ -1,4 +1,6 @@
-"""What the simulator asks about time and memory. `hardware.py` answers from profiles; tests answer with constants."""
+"""What the simulator asks about time and memory. `steptimes.py` and `trainingtimes.py` answer from profiles, tests with
+constants.
+"""
 
 from typing import Protocol
 
@@ -51,4 +53,8 @@ class TrainingTimes(Protocol):
 
     def min_accelerators(self) -> int:
         """Fewest accelerators that hold one replica: weights, gradients, optimizer state, activations."""
+        ...
+
+    def offload_s(self, replicas: int, accelerators_each: int) -> float:
+        """The state of so many replicas to their hosts' memory at once, or back."""
         ...

@@ -8,9 +8,9 @@ behind the arithmetic where that is longer. Pipeline stages idle for (stages - 1
 arXiv 1811.06965). Replicas reduce their gradients in a ring over the network, one share of them on each device.
 """
 
-import heapq
 from collections.abc import Iterable, Sequence
 
+from services.common import packing
 from services.common.errors import ConfigError
 from services.simulator.hardware import BF16, Hardware, ModelShape
 from services.simulator.steptimes import activation_bytes
@@ -43,8 +43,8 @@ class ModelledTraining(TrainingTimes):
                 f"{replicas} replicas of {accelerators_each} x {self.hardware.accelerator.name} cannot train "
                 f"{self.model.name}: expected at least one replica of {needed}"
             )
-        shards = balanced(sequence_tokens, replicas)
-        work = max(self._shard_s(shard, accelerators_each) for shard in shards)
+        shards = packing.shards(sequence_tokens, replicas)
+        work = max(self._shard_s([sequence_tokens[i] for i in shard], accelerators_each) for shard in shards)
         return work + self._reduce_s(replicas, accelerators_each) + self._update_s(accelerators_each)
 
     def min_accelerators(self) -> int:
@@ -68,9 +68,9 @@ class ModelledTraining(TrainingTimes):
         kept = float(self.model.layers * self.model.hidden * BF16 * tokens)
         return kept + activation_bytes(self.model, tokens)
 
-    def offload_s(self, accelerators: int) -> float:
-        """A replica's state to the hosts' memory, or back."""
-        return host_copy_s(self.hardware, self.state_bytes, accelerators)
+    def offload_s(self, replicas: int, accelerators_each: int) -> float:
+        """See TrainingTimes. Replicas on one host share what it copies."""
+        return host_copy_s(self.hardware, replicas * self.state_bytes, replicas * accelerators_each)
 
     def work_flops(self, sequence_tokens: Iterable[int]) -> float:
         """Operations of a step over these sequences."""
@@ -79,7 +79,7 @@ class ModelledTraining(TrainingTimes):
     def _shard_s(self, tokens: Sequence[int], accelerators: int) -> float:
         training, flops = self.hardware.operations.training, self.hardware.accelerator.flops
         mfu = training.mfu_moe if self.model.experts else training.mfu_dense
-        micro_batches = max(1, -(-sum(tokens) // training.micro_batch_tokens))
+        micro_batches = max(1, len(packing.pack(tokens, training.micro_batch_tokens)))
         compute = self.work_flops(tokens) / (accelerators * flops * mfu)
         idle = 1.0 + (training.pipeline_stages - 1) / micro_batches
         return max(compute * idle, micro_batches * self._gather_s(accelerators))
@@ -101,14 +101,3 @@ class ModelledTraining(TrainingTimes):
     def _link(self, accelerators: int) -> float:
         inside = accelerators <= self.hardware.node.accelerators
         return self.hardware.accelerator.nvlink_bytes_s if inside else self.hardware.node.network_bytes_s
-
-
-def balanced(tokens: Sequence[int], shards: int) -> list[list[int]]:
-    """Longest first, each to the shard with the fewest tokens."""
-    found: list[list[int]] = [[] for _ in range(shards)]
-    heap = [(0, index) for index in range(shards)]
-    for length in sorted(tokens, reverse=True):
-        total, index = heapq.heappop(heap)
-        found[index].append(length)
-        heapq.heappush(heap, (total + length, index))
-    return found

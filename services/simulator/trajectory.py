@@ -11,7 +11,6 @@ class Trajectory:
     """
 
     __slots__ = (
-        "admitted",
         "batch",
         "context",
         "engine",
@@ -23,7 +22,6 @@ class Trajectory:
         "moves",
         "outcome",
         "prompt",
-        "queued_since",
         "since",
         "tool",
         "turns",
@@ -38,7 +36,6 @@ class Trajectory:
         self.prompt = episode.prompt
         self.batch = batch
         """Training step that its prompt was admitted for."""
-        self.admitted = now
         self.context = episode.prompt
         """Tokens of the sequence so far. Within a turn up to date in `decide` only; else as of the turn's start."""
         self.generated = 0
@@ -49,7 +46,6 @@ class Trajectory:
         """Engine that has it, also through tool calls; NOWHERE while queued."""
         self.since = now
         """When it got its engine."""
-        self.queued_since = now
         self.in_tool = False
         self.tool = ""
         """Last call that returned, and its outcome."""
@@ -75,7 +71,6 @@ class Sequence:
         "stamp",
         "total",
         "turn",
-        "wasted",
     )
 
     def __init__(self, seen: Trajectory, episode: Episode) -> None:
@@ -100,8 +95,6 @@ class Sequence:
         self.copied_at = 0.0
         """When the KV cache that is copied to its engine is there."""
         self.total = episode.generated
-        self.wasted = 0
-        """Tokens generated and lost."""
 
     @property
     def current(self) -> Turn:

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.common.errors import ConfigError
+from services.simulator import handover
 from services.simulator.cluster import Cluster
 from services.simulator.layout import ClusterSpec, Failure, Layout, Mode, check, place
 from services.simulator.parametric import Parametric
@@ -78,12 +79,14 @@ def test_the_same_seed_gives_the_same_bytes_and_another_seed_others():
 
 def test_a_colocated_step_is_rollout_then_training_then_the_switches():
     times = ConstantTimes(step=0.01, start=7.0, update=2.0)
-    spec = ClusterSpec(times, LinearTraining(rate=100.0, fixed=1.0, least=2), accelerators=4, node_size=4)
+    trainer = LinearTraining(rate=100.0, fixed=1.0, least=2, offload=3.0)
+    spec = ClusterSpec(times, trainer, accelerators=4, node_size=4)
     work = Fixed((episode("a", 1_000), episode("b", 500)))
     result = Watched(spec, work, Colocated(Layout((1, 1, 1, 1), 0)), seed=0, steps=3).run()
     training = 1.0 + (1_010 + 510) / 400
-    assert result.steps[0].ended_at == pytest.approx(10.0 + 7.0 + training)
-    assert result.steps[1].ended_at - result.steps[0].ended_at == pytest.approx(7.0 + 2.0 + 10.0 + 7.0 + training)
+    assert result.steps[0].ended_at == pytest.approx(10.0 + 7.0 + 3.0 + training)
+    switches = 3.0 + 7.0 + 2.0, 7.0 + 3.0
+    assert result.steps[1].ended_at - result.steps[0].ended_at == pytest.approx(sum(switches) + 10.0 + training)
     assert result.since(0).max_staleness == 0
     assert result.since(0).idle_training == pytest.approx(1 - 3 * training / result.steps[-1].ended_at)
 
@@ -253,10 +256,59 @@ def test_accelerators_change_sides_between_steps_and_nothing_is_lost(first, seco
     assert sum(e.generated for e in cluster.engines) == sum(s.tokens for s in result.steps) + live + waiting
 
 
+class Noting(Watched):
+    """Notes when engines that were added were awake, and how long they then paused."""
+
+    def _begin(self):
+        self.served = []
+        super()._begin()
+
+    def _engine_ready(self, index, _):
+        super()._engine_ready(index, _)
+        self.served.append((self.now, self.engines[index]._stall))
+
+
+def test_accelerators_that_change_sides_wait_until_the_trainers_state_is_copied():
+    """Engines sleep and wake in 2 s and take weights in 3 s; replicas' state goes to the host or comes back in 5 s."""
+    trainer = LinearTraining(rate=1e9, fixed=1.0, least=2, offload=5.0)
+    spec = ClusterSpec(ConstantTimes(step=0.01, start=2.0, update=3.0), trainer, accelerators=8, node_size=4)
+    work = Fixed((episode("a", 10),))
+    to_rollout = Noting(spec, work, Replanning(Layout((1,) * 4, 4), Layout((1,) * 6, 2), 1), seed=0, steps=20)
+    result = to_rollout.run()
+    awake, pauses = zip(*to_rollout.served, strict=True)
+    assert awake == pytest.approx([result.steps[0].ended_at + 5.0 + 2.0] * 2)
+    assert pauses == pytest.approx([3.0, 3.0])
+    assert result.steps[1].took_at == pytest.approx(result.steps[0].ended_at + 3.0), "the replica that stays trains on"
+    back = Noting(spec, work, Replanning(Layout((1,) * 6, 2), Layout((1,) * 4, 4), 1), seed=0, steps=3).run()
+    assert back.steps[1].took_at == pytest.approx(back.steps[0].ended_at + 2.0 + 5.0)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "seconds"),
+    [(16, 16, (0, 0)), (16, 8, (1, 0)), (8, 24, (0, 2)), (20, 24, (2, 3)), (0, 0, (0, 0)), (0, 8, (0, 1))],
+)
+def test_replicas_that_go_come_or_change_their_size_are_copied(before, after, seconds):
+    class Counted(LinearTraining):
+        def offload_s(self, replicas, accelerators_each):
+            return float(replicas)
+
+    assert handover.offloads_s(Counted(least=8), before, after) == seconds
+    assert handover.offloads_s(None, before, after) == (0, 0)
+
+
 def test_a_plan_that_does_not_fit_is_refused_and_counted():
     result = Watched(SPEC, SMALL, Replanning(Layout((1, 1), 4), Layout((4, 4), 4), 1), seed=1, steps=3).run()
     assert result.relayouts == 0
     assert result.refused >= 1
+
+
+def test_a_plan_with_an_engine_too_small_for_a_live_episode_is_refused_and_counted():
+    spec = replace(SPEC, times=Growing(step=0.1), max_running=4)  # the next batch is under way when one is trained
+    policy = Replanning(Layout((4,), 4), Layout((2, 2), 4), 1)
+    work = Fixed(tuple(episode(f"e{i}", 200 if i else 100) for i in range(4)))
+    result = Watched(spec, work, policy, seed=1, steps=3).run()
+    assert (result.relayouts, result.refused > 0) == (0, True)
+    assert result.steps[-1].layout == Layout((4,), 4).words()
 
 
 def test_engines_are_placed_within_nodes():
@@ -281,10 +333,19 @@ def test_a_layout_that_cannot_be_says_why(layout, words):
         check(layout, SPEC, Mode.ASYNC)
 
 
-def test_an_episode_that_no_engine_can_hold_is_refused_by_name():
-    spec = ClusterSpec(ConstantTimes(kv=100), None, accelerators=1, node_size=1)
-    with pytest.raises(ConfigError, match="episode 0/big of 210 tokens; the largest KV cache holds 100"):
-        rollout(spec, [episode("big", 200)], Policy(Layout((1,), 0)))
+class Growing(ConstantTimes):
+    """A KV cache of 100 tokens an accelerator."""
+
+    def kv_tokens(self, tp):
+        return 100 * tp
+
+
+def test_an_episode_that_the_smallest_engine_cannot_hold_is_refused_by_name():
+    spec = ClusterSpec(Growing(), None, accelerators=3, node_size=3)
+    words = r"episode 0/big grows to 110 tokens; the KV cache of engine 1 \(TP1\) holds 100"
+    with pytest.raises(ConfigError, match=words):
+        rollout(spec, [episode("big", 100)], Policy(Layout((2, 1), 0)))
+    rollout(spec, [episode("small", 90)], Policy(Layout((2, 1), 0)))
 
 
 def test_a_policy_that_places_nothing_is_told_so():

@@ -47,6 +47,38 @@ def test_a_given_layout_is_everyones_but_the_synchronous_ones():
     found = compare(Experiment(SPEC, SMALL, steps=4, first=1, given=given), chosen, 1, workers=1)
     assert [p.layout == given.words() for p in found.policies] == [True, True, False]
     assert [s[0] for s in found.searches] == ["colocated"]
+    assert found.notes == ()
+
+
+def test_on_a_given_layout_nothing_is_set_beside_published_ratios_and_equal_policies_are_named(monkeypatch):
+    monkeypatch.setattr(experiment, "Parametric", lambda: SMALL)
+    times = LinearTimes(), LinearTraining(least=2)
+    chosen = "static-uniform,best-static,sticky-hash"
+    found = experiment.r2e_48(*times, chosen, 1, steps=3, given=Layout((1,) * 40, 8), workers=1)
+    assert found["published"] == []
+    layout = "8 training, 40xTP1"
+    assert found["notes"] == [
+        f"static-uniform, best-static: on the given layout ({layout}) are all least-loaded routing, and no more"
+    ]
+    plain, mixed, _ = ({**row, "name": ""} for row in found["policies"])
+    assert plain == mixed
+    sought = experiment.r2e_48(*times, "static-uniform,best-homogeneous", 1, steps=3, workers=1)
+    assert [row["name"] for row in sought["published"]] == ["homogeneous planner over static uniform"]
+    assert sought["notes"] == []
+
+
+@pytest.mark.parametrize("name", list(registry.POLICIES))
+def test_every_policy_that_decides_at_intervals_decides_at_the_experiments(name, monkeypatch):
+    made = []
+    build = registry.build
+    monkeypatch.setattr(registry, "build", lambda *asked: made.extend(build(*asked)) or made)
+    found = registry.Layouts(
+        dict.fromkeys(("uniform", "homogeneous", "mixed", "foresight", "colocated"), Layout((2,), 4))
+    )
+    asked = Experiment(SPEC, replace(SMALL, groups=2, members=2), steps=2, first=0, cycle_s=0.9)
+    experiment.simulate((asked, name, found, 1))
+    assert made
+    assert {p.decide_every_s for p in made} <= {None, 0.9}
 
 
 def test_processes_change_nothing():
@@ -59,6 +91,7 @@ def test_processes_change_nothing():
 def test_without_the_clairvoyant_there_is_no_ratio_to_it():
     found = document(compare(Experiment(SPEC, SMALL, steps=3, first=1), "static-uniform", 1, workers=1))
     assert found["policies"][0]["of_bound"] is None
+    assert found["cycle_s"] == 5.0
 
 
 def test_rollout_alone_leaves_synchronous_policies_out_and_says_so():
@@ -156,7 +189,7 @@ def test_the_replay_command_prints_the_document_or_tables(tmp_path, capsys):
     assert found["episodes"] == 12
     assert main([*common, "--profile", "a100-modelled", "--latency", "1", "--scale", "4"]) == 0
     shown = capsys.readouterr().out
-    assert "a100-modelled, tool seconds x1, generated tokens x4" in shown
+    assert "a100-modelled, tool seconds x1, generated tokens x4; quantiles of 2 samples" in shown
     assert "clairvoyant" in shown
 
 

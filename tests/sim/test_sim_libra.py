@@ -57,7 +57,7 @@ def test_a_lost_worker_costs_little_more_than_not_having_it(kind):
     assert lost["placed_late"] == 0
 
 
-def test_where_kv_caches_are_small_little_is_moved_and_more_is_made():
+def test_where_kv_caches_are_small_less_than_half_a_token_is_moved_for_each_one_made_and_more_is_made():
     _, ours = ran(Libra, "a800-paper", "24 training, 24xTP1")
     _, plain = ran(Policy, "a800-paper", "24 training, 24xTP1")
     assert ours.migrated_ratio < 0.5

@@ -8,19 +8,20 @@ import pytest
 
 from services.common.errors import ConfigError
 from services.simulator.cluster import Cluster
-from services.simulator.engine import Engine
+from services.simulator.engine import Engine, EngineState
 from services.simulator.layout import ClusterSpec, Layout, Mode
 from services.simulator.parametric import Parametric
 from services.simulator.policies import registry, search
-from services.simulator.policies.base import Policy, least_loaded
+from services.simulator.policies.base import Policy, View, least_loaded
 from services.simulator.policies.clairvoyant import Clairvoyant, bound
 from services.simulator.policies.feedback import FeedbackQueue
 from services.simulator.policies.libra import Libra
 from services.simulator.policies.predictor import LengthPredictor
+from services.simulator.policies.priority import TrajectoryPriority
 from services.simulator.policies.static import degrees, uniform
 from services.simulator.policies.sticky import StickyHash
 from services.simulator.processes import here
-from services.simulator.trajectory import Sequence
+from services.simulator.trajectory import Sequence, Trajectory
 from services.simulator.workload import Episode, Fixed, Turn
 from tests.support.sim_times import ConstantTimes, LinearTimes, LinearTraining
 from tests.support.sim_worlds import Watched, episode, random_episodes, rollout
@@ -190,6 +191,21 @@ def test_the_clairvoyant_starts_the_longest_first():
     assert result.steps[-1].ended_at == pytest.approx(16.0)  # 1,000 + 400 + 200 and 600 + 500 + 300
     _, blind = rollout(spec, work, Policy(Layout((1, 1), 0)))
     assert blind.steps[-1].ended_at == pytest.approx(18.0)
+
+
+def test_a_queue_that_knows_the_kv_caches_goes_on_while_any_engine_has_room():
+    """The least filled engine may be too small for the next one; it goes to a larger one, and waits if none has room."""
+    policy = TrajectoryPriority(Layout((1, 4), 0))
+    view = View(Layout((1, 4), 0))
+    view.engines = [EngineState(0, 1, 0, 50_000, 256), EngineState(1, 4, 0, 300_000, 256)]
+    for engine in view.engines:
+        engine.admitting = True
+    policy._room = {100: (0, 25_000.0), 101: (1, 180_000.0)}  # one half and three fifths
+    queued = [Trajectory(i, episode(f"e{i}", 1_024, prompt=30_000), 0, 0.0) for i in range(4)]
+    view.queued = {t.index: t for t in queued}
+    assert [(a.trajectory.index, a.engine) for a in policy.admit(view)] == [(0, 1), (1, 1)]
+    policy._room = {101: (1, 280_000.0)}
+    assert [(a.trajectory.index, a.engine) for a in policy.admit(view)] == [(0, 0)], "an empty engine takes any"
 
 
 def test_libra_is_the_production_queue():

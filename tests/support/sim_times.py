@@ -75,14 +75,18 @@ class LinearTimes:
 
 @dataclass(frozen=True)
 class LinearTraining:
-    """Tokens per second and accelerator, a fixed part, and the accelerators of one replica."""
+    """Tokens per second and accelerator, a fixed part, the accelerators of one replica, seconds of copying its state."""
 
     rate: float = 950.0
     fixed: float = 5.0
     least: int = 8
+    offload: float = 0.0
 
     def step_s(self, replicas, accelerators_each, sequence_tokens):
         return self.fixed + sum(sequence_tokens) / (self.rate * replicas * accelerators_each)
 
     def min_accelerators(self):
         return self.least
+
+    def offload_s(self, replicas, accelerators_each):
+        return self.offload

@@ -80,7 +80,7 @@ class Watched(Cluster):
             held = engine._held()
             assert state.cached == sum(engine._cached.values())
             assert len(engine._running) <= state.max_running
-            assert held + state.cached <= state.kv_capacity + 1e-3 or len(engine._running) == 1, (held, state.cached)
+            assert held + state.cached <= state.kv_capacity + 1e-3, (held, state.cached)
             expected = sum(s.seen.context + engine.progress - s.mark for s in engine._running)
             assert held == pytest.approx(expected, abs=1e-3)
         homes = [0] * len(self.engines)

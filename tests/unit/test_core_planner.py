@@ -63,6 +63,12 @@ def test_the_tail_bounds_a_step_over_k_plus_one_steps():
     assert known.predict(Layout(4, ((0, 4),)), 0).step_seconds == pytest.approx(30.0)
 
 
+def test_a_plan_says_that_the_longest_trajectory_bounds_the_step():
+    result = plan(given_(cluster()), model(tail=300.0), AT_ONCE, PlannerState())
+    assert "bound by tail" in result.present.reason.text
+    assert "longest trajectory 300.0 s" in result.present.reason.text
+
+
 def test_a_role_without_a_replica_trains_nothing():
     known = model()
     assert known.predict(Layout(0, ((0, 1),)), 2).trained_tokens_per_second == 0

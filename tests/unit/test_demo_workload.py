@@ -49,13 +49,16 @@ def test_drift_makes_episodes_longer_and_slower():
     assert not any(task["operations"] >= workload.TAIL[0] for task in first[:50])
     assert sum(task["operations"] >= workload.TAIL[0] for task in last) >= 5
     assert last[-1]["latency"]["p99_ms"] > 3 * first[0]["latency"]["p99_ms"]
+    quick = {task["latency"]["p50_ms"] for task in last if task["operations"] >= workload.TAIL[0]}
+    assert quick == {workload.TAIL_LATENCY * workload.LATENCY_END_MS[0]}, "long episodes make quick calls"
     assert min(task["operations"] for task in last) == 1, "some short ones stay, or the policy forgets them"
 
 
 def test_without_drift_the_mix_stays():
     tasks = workload.training_tasks(0, 2_000, drift=False)
     assert abs(mean(tasks[:1_000], "operations") - mean(tasks[1_000:], "operations")) < 0.4
-    assert len({str(task["latency"]) for task in tasks}) == 1
+    for few, many in ((0, workload.TAIL[0] - 1), workload.TAIL):
+        assert len({str(task["latency"]) for task in tasks if few <= task["operations"] <= many}) == 1
 
 
 def test_held_out_tasks_cover_all_lengths_evenly():

@@ -48,9 +48,26 @@ def test_held_broadcasts_are_within_a_tenth_in_the_median():
     assert held[1] <= 0.10
 
 
-def test_errors_are_those_of_given_and_got():
-    for anchor in FOUND:
-        assert anchor.error == abs(anchor.got / anchor.given - 1)
+@pytest.mark.xfail(strict=True, reason="0.18: one rate of gathering for any number of trainers and any system")
+def test_held_weight_syncs_are_within_a_tenth_in_the_median():
+    assert median_error(FOUND, "held", "weight sync") <= 0.10
+
+
+def test_weight_syncs_of_other_systems_are_held_like_those_of_the_fitted_one():
+    other = [r for r in data().transfers if "another system" in r.note]
+    assert len(other) == 2
+    assert {r.split for r in other} == {"held"}
+
+
+@pytest.mark.parametrize(("got", "error"), [(3.0, 0.25), (5.0, 0.25), (12.0, 2.0), (4.0, 0.0)])
+def test_errors_are_shares_of_the_given_figure(got, error, monkeypatch):
+    name = data().figures[0].name
+    monkeypatch.setattr(
+        anchors, "data", lambda: anchors.Data((), (), (dataclasses.replace(data().figures[0], given=4.0),))
+    )
+    monkeypatch.setattr(anchors, "FIGURES", {name: lambda: got})
+    [anchor] = collect()
+    assert (anchor.given, anchor.got, anchor.error) == (4.0, got, error)
 
 
 def test_every_miss_is_explained():

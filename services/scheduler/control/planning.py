@@ -74,6 +74,8 @@ class Planning:
         self._occupancy: dict[int, Occupancy] = {}
         """By level."""
         self._unjudged: list[Unjudged] = []
+        self._said: tuple[str, str] = ("", "")
+        """Reason and best layout of the last evaluation that was logged."""
 
     # ---- the cycle's part
 
@@ -89,12 +91,23 @@ class Planning:
         if run is None:
             return
         result = self._evaluate(change, self._settings)
+        self._tell(result)
         note = Decision(change.now, result.reason.code, result.reason.text, result.reason.numbers)
         for accelerator in change.fleet.accelerators.values():
             if accelerator.pool == "HYBRID":
                 self._decisions.add(accelerator.name, note)
         for move in result.moves:
             self._start(change, move, result)
+
+    def _tell(self, result: PlanResult) -> None:
+        """Logs an evaluation that differs from the one before: why nothing moves is asked for more often than why."""
+        said = (result.reason.code, result.chosen.label)
+        if said != self._said:
+            self._said = said
+            _log.info(
+                "plan", code=result.reason.code, why=result.reason.text, steps=self._steps_seen,
+                present=result.present.reason.text, best=result.chosen.reason.text,
+            )  # fmt: skip
 
     def propose(self, change: Change, horizon: float | None) -> Plan:
         """A plan that changes nothing: the dry run of an evaluation, kept for an hour."""

@@ -170,7 +170,7 @@ def _homogeneous(given: PlanInput, model: CostModel, settings: PlannerSettings) 
 
 def _judge(layout: Layout, present: Layout, model: CostModel, max_versions: int) -> Alternative:
     prediction = model.predict(layout, max_versions)
-    bound = "rollout" if prediction.rollout_seconds >= prediction.train_seconds else "training"
+    bound = _bound(prediction)
     rate = prediction.trained_tokens_per_second
     text = f"{_words(layout)}: {rate:.0f} tokens/s, bound by {bound} ({_times(prediction)})"
     numbers = {
@@ -183,12 +183,20 @@ def _judge(layout: Layout, present: Layout, model: CostModel, max_versions: int)
     return Alternative(label, layout, prediction, Reason("ALTERNATIVE", text, numbers))
 
 
+def _bound(prediction: Prediction) -> str:
+    """What takes longest: rollout, training, or the longest trajectory, which the staleness bound lets span steps."""
+    parallel = max(prediction.rollout_seconds, prediction.train_seconds)
+    if prediction.step_seconds > max(parallel, 1e-9):
+        return "tail"
+    return "rollout" if prediction.rollout_seconds >= prediction.train_seconds else "training"
+
+
 def _times(prediction: Prediction) -> str:
     rollout, train = (
         "never" if seconds >= NEVER_S else f"{seconds:.2f} s"
         for seconds in (prediction.rollout_seconds, prediction.train_seconds)
     )
-    return f"rollout {rollout}, training {train} a step"
+    return f"rollout {rollout}, training {train} a step, longest trajectory {prediction.tail_seconds:.1f} s"
 
 
 def _words(layout: Layout) -> str:

@@ -15,7 +15,6 @@ from services.scheduler.core.livequeue import LiveQueue
 from services.scheduler.core.occupancy import LONG, Occupancy
 from services.simulator.engine import EngineState
 from services.simulator.layout import ClusterSpec, Layout
-from services.simulator.parametric import CAP_TOKENS
 from services.simulator.policies.base import Assign, Move, Policy, View
 from services.simulator.policies.static import uniform
 from services.simulator.trajectory import NOWHERE, Trajectory
@@ -197,8 +196,7 @@ class Libra(Policy):
 
     def _estimate(self, name: str) -> tuple[float, float]:
         item = self._known[name]
-        most = max(1.0, float(CAP_TOKENS - item.context))
-        guess = self.remaining.estimate(RUN, item.group, item.id, item.generated, item.turns, at_most=most)
+        guess = self.remaining.estimate(RUN, item.group, item.id, item.generated, item.turns)
         return guess.p50, guess.p90
 
 

@@ -44,7 +44,7 @@ class Expecting(Policy):
         return trajectory.engine if view.engines[trajectory.engine].admitting else NOWHERE
 
     def admit(self, view: View) -> Iterable[Assign]:
-        """In order, each to the engine with the most room, until the next does not fit."""
+        """In order, each to the least filled engine with room for it, until none has; an empty one takes any."""
         engines = view.admitting()
         used = dict.fromkeys((e.index for e in engines), 0.0)
         for index, tokens in self._room.values():
@@ -52,9 +52,10 @@ class Expecting(Policy):
                 used[index] += tokens
         for trajectory in self.order(view) if engines else ():
             need = trajectory.context + self.expect(trajectory)
-            best = min(engines, key=lambda e: (used[e.index] / e.kv_capacity, e.index))
-            if used[best.index] and used[best.index] + need > FILL * best.kv_capacity:
+            fits = [e for e in engines if not used[e.index] or used[e.index] + need <= FILL * e.kv_capacity]
+            if not fits:
                 return
+            best = min(fits, key=lambda e: (used[e.index] / e.kv_capacity, e.index))
             used[best.index] += need
             self._room[trajectory.index] = (best.index, need)
             yield Assign(trajectory, best.index)

@@ -49,6 +49,8 @@ POLICIES: Mapping[str, Entry] = {
     "clairvoyant": Entry(Clairvoyant, "foresight", VARIANTS),
 }
 SYNCHRONOUS = ("colocated", "tail-batching")
+LEAST_LOADED = ("static-uniform", "best-homogeneous", "best-static")
+"""They differ in their layouts alone."""
 
 
 def names(wanted: str | Iterable[str]) -> list[str]:

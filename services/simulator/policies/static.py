@@ -19,13 +19,13 @@ class StaticUniform(Policy):
 
 
 class BestHomogeneous(Policy):
-    """The best static split of one degree, found by `search.homogeneous`."""
+    """The best of `search.homogeneous_layouts` and their `search.neighbours`: static splits of one degree."""
 
     name = "best-homogeneous"
 
 
 class BestStatic(Policy):
-    """The best static split of any mix of two degrees, found by `search.mixed`."""
+    """The best of `search.mixed_layouts`: around the best split of one degree, mixes of two."""
 
     name = "best-static"
 
