@@ -85,10 +85,10 @@ def test_uneven_nodes_and_domains(seed):
 
 
 def test_with_another_type_that_generates_faster_training_stays_on_the_other():
-    """b decodes five times as fast and trains as fast as a: b generates."""
+    """b decodes five times as fast and trains as fast as a, and half of the accelerators train enough: b generates."""
     where = Fleet((*accelerators(1, 4), *accelerators(1, 4, type_="b", prefix="m")))
     engines = engine_rates() | engine_rates("b", slow=0.2)
-    trainers = trainer_rates() | trainer_rates("b")
+    trainers = trainer_rates(slow=0.1) | trainer_rates("b", slow=0.1)
     found = search(where, job(demand(), engines=engines, trainers=trainers)).chosen
     assert found is not None
     assert {k.type for k, _ in found.layout.engines} == {"b"}

@@ -268,7 +268,8 @@ def test_laws_of_every_relayout(trainers, engines, work, penalty, heavy, rules, 
     assert all(math.isfinite(n) for n in numbers_of(found) if n != math.inf)
     assert all("nan" not in c.reason.text and " inf" not in c.reason.text for c in shown)
     best = found.chosen.judged.prediction.trained_tokens_per_second
-    assert best >= max(c.judged.prediction.trained_tokens_per_second for c in shown) * (1 - 2e-4)
+    # as good as the best, but for what is lost where a tie is settled for longer sequences
+    assert best >= max(c.judged.prediction.trained_tokens_per_second for c in shown) * (1 - relayout.TIE - 2e-4)
     # what moves
     if pace.busy or pace.steps_seen < rules.min_steps:
         assert found.moves == ()
@@ -412,8 +413,8 @@ def test_a_move_that_does_not_pay_within_the_horizon_or_the_run_is_left():
 
 def test_drift_is_planned_for():
     """Lengths grow within the horizon, and longer contexts need more of the cache: more engines than for now alone."""
-    engines, trainers = engine_rates(degrees=(1,), kv=30_000.0), trainer_rates(sizes=(1, 2), slow=0.3)
-    work, here = demand(1_000.0, groups=32, samples=16, max_versions=2), packed([2], [1])
+    engines, trainers = engine_rates(degrees=(1,), kv=20_000.0), trainer_rates(sizes=(1, 2), slow=0.6)
+    work, here = demand(500.0, groups=32, samples=16, max_versions=2), packed([2], [1])
     now, later = (
         relayout.plan(
             situation(here, demand=work, engines=engines, trainers=trainers, drift=d), AT_ONCE, PlannerState()

@@ -16,7 +16,7 @@ from services.scheduler.core import histogram
 
 Floats = NDArray[np.float64]
 
-CELLS = 40
+CELLS = 32
 """Stretches of positions in which a batch is followed."""
 SPREAD = (2**-0.125 / 1.00376, 2**0.125 / 1.00376)
 """Bounds of the lengths that a class stands for, over its own, which stays their mean."""

@@ -35,7 +35,9 @@ LEAST_SPLITS = 4
 MAX_COARSE = 1_500
 """Candidates of the grid; with many kinds fewer splits and proportions are tried."""
 SEEDS = 4
-"""Candidates that are improved."""
+"""Candidates that are improved; in fleets of at most SMALL accelerators, where one more or less matters, 4 times as many.
+"""
+SMALL = 32
 MAX_ROUNDS = 40
 MAX_PLACED = 32
 """Layouts, best first, for which a place is looked for before none is found."""
@@ -180,7 +182,8 @@ def search(fleet: Fleet, job: Job, *, alternatives: int = 8, seeds: Sequence[Fle
     judge = Judge(job)
     times = judge.seconds(coarse)
     single = _ranked({c: times[c] for c in coarse if space.is_homogeneous(c)})[:1]
-    for start in dict.fromkeys([*single, *_ranked(times)[:SEEDS], *(s for s in seeds if s in times)]):
+    count = SEEDS if space.size > SMALL else 4 * SEEDS
+    for start in dict.fromkeys([*single, *_ranked(times)[:count], *(s for s in seeds if s in times)]):
         times |= _improved(start, space, judge)
     ranked = _placed(_ranked(times), fleet, 1)
     if not ranked:
@@ -388,6 +391,11 @@ class Space:
                     changed[trainer] += sign * stride
                     self._settle(changed, engine)
                     yield changed
+                    for narrow in self._engines[type_]:
+                        if narrow.tp < engine.tp and self._idle(changed, type_) >= narrow.tp:
+                            filled = Counter(changed)
+                            self._settle(filled, narrow)
+                            yield filled
 
     def _settle(self, changed: Counter[Kind], engine: EngineKind) -> None:
         """Engines of one kind give up what is missing of their type, or take what is idle."""

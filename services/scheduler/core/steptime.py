@@ -42,7 +42,7 @@ FILL = 0.9
 """Share of a KV cache that contexts take on average: they grow, and not in step."""
 LEAST = 1e-9
 """Seconds that one more sequence costs at least."""
-ROUNDS = 12
+ROUNDS = 10
 """Of the iteration for s: from above, each round nearer; monotonous in all that it depends on."""
 
 
@@ -101,6 +101,9 @@ class Problem:
         most = np.array([float(r.max_running) for r in rates])
         self.cap = np.where(holds, np.minimum(np.maximum(room, 1.0), most), 0.0)
         """Trajectories that each engine holds at each position; 0 where one would not fit. (positions, kinds)"""
+        alone = _alone_s(self._start, self._beta, way.tools[:, None], self.cap)
+        self._full = np.where(self.cap > 0, self.cap / (alone + way.tools[:, None]), 0.0)
+        """Tokens per second of an engine that holds as many as it can. (positions, kinds)"""
         self._prefill = np.array([1.0 / r.prefill_s if r.prefill_s > 0 else np.inf for r in rates])
         self._holds_longest = np.array([r.holds(demand.longest_context) for r in rates])
 
@@ -108,8 +111,7 @@ class Problem:
         """Step times. counts: (layouts, kinds); train_s: (layouts,)."""
         together = self.demand.max_versions + 1
         pace = self._pace(counts, self._way.alive * together)
-        full = self._pace(counts, np.full(len(self._way.alive), np.inf))
-        full_s = self._full_s(counts, full)
+        full_s = self._full_s(counts)
         tail_s = self._tail_s(counts, pace, train_s)
         training = train_s if not self.demand.max_versions else np.zeros(len(counts))
         seconds = np.maximum(np.maximum(train_s, full_s + training), (tail_s + train_s) / together)
@@ -148,10 +150,10 @@ class Problem:
 
     # ---- times
 
-    def _full_s(self, counts: Ints, pace: _Pace) -> Floats:
+    def _full_s(self, counts: Ints) -> Floats:
         """A step's tokens at the rate of full engines, its prompts, one weight update."""
-        rate = (counts[:, None, :] * pace.running / (self._start + self._beta * np.maximum(pace.running, 1e-12))).sum(2)
-        spent = (self._way.alive * self._way.width / np.maximum(rate, 1e-12)).sum(axis=1)
+        made = np.maximum(counts.astype(float) @ self._full.T, 1e-12)
+        spent = (self._way.alive * self._way.width / made).sum(axis=1)
         return np.asarray(np.minimum(NEVER_S, spent + self._stall_s(counts)))
 
     def _tail_s(self, counts: Ints, pace: _Pace, train_s: Floats) -> Floats:
@@ -207,17 +209,19 @@ class Problem:
     # ---- pace
 
     def _pace(self, counts: Ints, alive: Floats) -> _Pace:
-        """At each position, with so many left on all engines together (infinite: as many as there is room for)."""
-        way = self._way
+        """At each position, with so many left on all engines together."""
         room = counts.astype(float) @ self.cap.T
         able = room > 0
         inside = np.minimum(alive, np.maximum(room, 1e-12))
-        waiting = np.where(np.isfinite(alive), np.maximum(1.0, alive / np.maximum(room, 1e-12)), 1.0)
-        decoding: Floats = np.ones(room.shape)
-        running, seconds = self._filled(counts, inside, decoding)
+        waiting = np.maximum(1.0, alive / np.maximum(room, 1e-12))
+        if len(self.rates) == 1:
+            each = inside / np.maximum(counts, 1e-12)
+            seconds = _alone_s(self._start[0], self._beta[:, 0], self._way.tools, each)
+            running = (each * seconds / (seconds + self._way.tools))[:, :, None]
+            return _Pace(running, np.maximum(seconds, self._start[0] + self._beta[:, 0]), waiting, able)
+        running, seconds = self._filled(counts, inside, np.ones(room.shape))
         for _ in range(ROUNDS):
-            decoding = seconds / (seconds + way.tools)
-            running, seconds = self._filled(counts, inside, decoding)
+            running, seconds = self._filled(counts, inside, seconds / (seconds + self._way.tools))
         return _Pace(running, seconds, waiting, able)
 
     def _filled(self, counts: Ints, inside: Floats, decoding: Floats) -> tuple[Floats, Floats]:
@@ -233,7 +237,10 @@ class Problem:
             pace = self._even(left, np.where(capped, 0.0, slope))
             free = np.maximum(0.0, (pace[:, :, None] - self._start) / self._beta[None])
             running = np.where(capped, most, np.where(there, np.minimum(free, most), 0.0))
-            capped = there & (capped | (free >= most))
+            more = there & (capped | (free >= most))
+            if np.array_equal(more, capped):
+                break
+            capped = more
         own = self._start + self._beta[None] * np.maximum(running, 1.0)
         made = (counts[:, None, :] * running / own).sum(axis=2)
         total = (counts[:, None, :] * running).sum(axis=2)
@@ -251,3 +258,9 @@ class Problem:
                 line = np.where(number > 0, (np.maximum(wanted, 0.0) + shifted) / number, np.inf)
             pace = np.minimum(pace, line)
         return pace
+
+
+def _alone_s(start: float | Floats, beta: Floats, tools: Floats, held: Floats) -> Floats:
+    """Seconds per token of an engine that holds so many: s = a + beta held s / (s + z)."""
+    part = tools - start - beta * held
+    return np.asarray((np.sqrt(part * part + 4.0 * start * tools) - part) / 2.0)
