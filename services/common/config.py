@@ -32,9 +32,11 @@ def load(path: str | Path, model: type[M]) -> M:
     """Reads `path` into `model`; ConfigError names file, line, what was found, what was expected."""
     path = Path(path)
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{path}: cannot read the configuration file: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 at byte {error.start}; expected YAML as UTF-8 text") from None
     return loads(text, model, str(path))
 
 
@@ -48,6 +50,8 @@ def loads(text: str, model: type[M], source: str) -> M:
         mark = getattr(error, "problem_mark", None)
         where = f"{source}:{mark.line + 1}" if mark else source
         raise ConfigError(f"{where}: not valid YAML: {getattr(error, 'problem', error)}") from None
+    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, no such day, nesting without end
+        raise ConfigError(f"{source}: cannot be read as YAML: {error}; expected keys and values") from None
     if data is None:
         data = {}
     if not isinstance(data, dict):

@@ -1,7 +1,11 @@
 """One root class for what callers may see, with a stable reason, and the error of configuration files."""
 
+import reprlib
+
 import grpc
 
+SHOWN = 80
+"""Characters of a wrong value in a message."""
 _STATUS = {
     "INVALID_FIELD": grpc.StatusCode.INVALID_ARGUMENT,
     "REQUEST_ID_REUSED": grpc.StatusCode.INVALID_ARGUMENT,
@@ -61,6 +65,14 @@ class ConfigError(Exception):
 
     Commands print it and exit with code 2 before anything starts.
     """
+
+
+def shown(value: object) -> str:
+    """A wrong value for a message: as Python writes it, but short however long or deep it is."""
+    short = reprlib.Repr()
+    short.maxstring = short.maxother = short.maxlong = SHOWN
+    text = short.repr(value)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
 def invalid_field(message: str, **metadata: str) -> LibraError:

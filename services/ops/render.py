@@ -58,6 +58,12 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) 
     console().print(shown)
 
 
+def notes(texts: Iterable[str]) -> None:
+    """A sentence a line, under what they are of."""
+    for text in texts:
+        console().print(Text(f"note: {text}"))
+
+
 def facts(pairs: Mapping[str, object]) -> None:
     """Names and values, one a line."""
     width = max(len(name) for name in pairs)

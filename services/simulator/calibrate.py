@@ -10,6 +10,7 @@ constants of a known kind of machine and leaves them only as far as the reports 
 """
 
 import csv
+import io
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -20,11 +21,20 @@ from typing import Any, TypeVar
 
 import yaml
 
-from services.common.errors import ConfigError
+from services.common.errors import ConfigError, shown
 from services.simulator import profiles
 from services.simulator.hardware import AcceleratorType, DecodeConstants, ModelShape, PrefillConstants
 from services.simulator.profiles import EngineConstants, HardwareFile
-from services.simulator.steptimes import Row, decode_quantities, decode_terms, prefill_quantities, prefill_terms, weigh
+from services.simulator.steptimes import (
+    LARGEST_TP,
+    Row,
+    decode_quantities,
+    decode_terms,
+    prefill_quantities,
+    prefill_terms,
+    weigh,
+)
+from services.simulator.workload import MOST_TOKENS
 
 C = TypeVar("C", DecodeConstants, PrefillConstants)
 Constants = DecodeConstants | PrefillConstants
@@ -43,6 +53,18 @@ DIGITS = 4
 """Significant digits of constants in files."""
 COLUMNS = ("model", "tp", "phase", "batch", "ctx_tokens", "latency_ms", "fits_memory")
 REPORT_KEYS = ("tp", "sequences", "context_tokens", "seconds_per_step")
+SHORTEST_STEP_S = 1e-9
+LONGEST_STEP_S = 86_400.0
+BOUNDS: Mapping[str, tuple[float, float]] = {
+    "tp": (1, LARGEST_TP),
+    "batch": (1, MOST_TOKENS),
+    "ctx_tokens": (1, MOST_TOKENS),
+    "latency_ms": (1e3 * SHORTEST_STEP_S, 1e3 * LONGEST_STEP_S),
+    "sequences": (1, MOST_TOKENS),
+    "context_tokens": (0, MOST_TOKENS),
+    "seconds_per_step": (SHORTEST_STEP_S, LONGEST_STEP_S),
+}
+"""Least and greatest of the numbers that are read; beyond them the fit's own numbers would overflow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +97,8 @@ class Fit:
 def read_table(path: str | Path) -> list[StepRow]:
     """The rows that fit the device's memory; ConfigError names file, line and column."""
     rows = []
-    with _opened(path) as lines:
-        reader = csv.DictReader(lines)
+    reader = csv.DictReader(_opened(path))
+    try:
         missing = [c for c in COLUMNS if c not in (reader.fieldnames or [])]
         if missing:
             raise ConfigError(f"{path}:1: no column {', '.join(missing)}; expected {', '.join(COLUMNS)}")
@@ -84,22 +106,34 @@ def read_table(path: str | Path) -> list[StepRow]:
             row = _table_row(cells, f"{path}:{reader.line_num}")
             if cells["fits_memory"].strip() == "1":
                 rows.append(row)
+    except csv.Error as error:
+        raise ConfigError(f"{path}:{reader.line_num + 1}: not CSV: {error}") from None
     if not rows:
         raise ConfigError(f"{path}: no row with fits_memory 1: nothing to fit")
     return rows
 
 
 def _table_row(cells: Mapping[str, str], where: str) -> StepRow:
+    absent = [c for c in COLUMNS if cells[c] is None]
+    if absent:
+        raise ConfigError(f"{where}: no value of {', '.join(absent)}; expected {', '.join(COLUMNS)}")
     try:
         tp, batch, context = int(cells["tp"]), int(cells["batch"]), int(cells["ctx_tokens"])
-        seconds = float(cells["latency_ms"]) / 1e3
-    except (TypeError, ValueError) as error:
+        milliseconds = float(cells["latency_ms"])
+    except ValueError as error:
         raise ConfigError(f"{where}: {error}; expected numbers in tp, batch, ctx_tokens and latency_ms") from None
     if cells["phase"] not in ("decode", "prefill"):
-        raise ConfigError(f"{where}: phase {cells['phase']!r}; expected decode or prefill")
-    if min(tp, batch, context) < 1 or not (math.isfinite(seconds) and seconds > 0):
-        raise ConfigError(f"{where}: tp, batch, ctx_tokens and latency_ms must be above 0")
-    return StepRow(cells["model"], tp, cells["phase"], batch, context, seconds)
+        raise ConfigError(f"{where}: phase {shown(cells['phase'])}; expected decode or prefill")
+    _check({"tp": tp, "batch": batch, "ctx_tokens": context, "latency_ms": milliseconds}, where)
+    return StepRow(cells["model"], tp, cells["phase"], batch, context, milliseconds / 1e3)
+
+
+def _check(values: Mapping[str, float], where: str) -> None:
+    """Raises ConfigError for one that is out of BOUNDS; NaN is."""
+    for name, value in values.items():
+        low, high = BOUNDS[name]
+        if not low <= value <= high:
+            raise ConfigError(f"{where}: {name} is {shown(value)}; expected at least {low:g} and at most {high:g}")
 
 
 def is_held(rows: Sequence[StepRow], fold: int = 0) -> Callable[[StepRow], bool]:
@@ -158,11 +192,7 @@ def _report_quantities(report: Mapping[str, float], model: ModelShape) -> Row:
 
 
 def _read_reports(path: str | Path) -> list[dict[str, float]]:
-    reports = []
-    with _opened(path) as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                reports.append(_report(line, f"{path}:{number}"))
+    reports = [_report(line, f"{path}:{number}") for number, line in enumerate(_opened(path), start=1) if line.strip()]
     if not reports:
         raise ConfigError(f"{path}: no reports; expected JSON lines with {', '.join(REPORT_KEYS)}")
     return reports
@@ -172,20 +202,22 @@ def _report(line: str, where: str) -> dict[str, float]:
     try:
         content = json.loads(line)
         values = {key: float(content[key]) for key in REPORT_KEYS}
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         raise ConfigError(f"{where}: {error}; expected a JSON object with numbers {', '.join(REPORT_KEYS)}") from None
-    if not all(math.isfinite(v) for v in values.values()) or min(values["tp"], values["sequences"]) < 1:
-        raise ConfigError(f"{where}: expected finite numbers, tp and sequences of at least 1")
-    if values["seconds_per_step"] <= 0 or values["context_tokens"] < 0:
-        raise ConfigError(f"{where}: expected seconds_per_step above 0 and context_tokens of at least 0")
+    _check(values, where)
+    if not values["tp"].is_integer():
+        raise ConfigError(f"{where}: tp is {values['tp']:g}; expected a whole number of accelerators")
     return values
 
 
-def _opened(path: str | Path) -> Any:
+def _opened(path: str | Path) -> io.StringIO:
+    """The lines of a file."""
     try:
-        return Path(path).open(newline="")
+        return io.StringIO(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: cannot read the file: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 at byte {error.start}; expected lines of text") from None
 
 
 # ---- the least squares

@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
 
-from services.common.errors import ConfigError
+from services.common.errors import ConfigError, shown
 from services.simulator.times import EngineTimes, TrainingTimes
 
 FailureKind = Literal["die", "hang", "slow"]
+MOST_ACCELERATORS = 100_000
+"""In a layout that is read: of training, and of all engines together."""
 
 
 class Mode(Enum):
@@ -44,14 +46,26 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str) -> "Layout":
-        """What `words` writes. Raises ConfigError."""
+        """What `words` writes. Raises ConfigError, also beyond MOST_ACCELERATORS."""
         whole = re.fullmatch(r"\s*(\d+)\s+training\s*,(.*)", text)
         parts = whole.group(2).split("+") if whole else []
         engines = [re.fullmatch(r"\s*(\d+)\s*xTP(\d+)\s*", part) for part in parts]
         if whole is None or not all(engines):
-            raise ConfigError(f"layout {text!r}: expected such as '24 training, 8xTP1 + 2xTP2'")
-        degrees = (int(m[2]) for m in engines if m for _ in range(int(m[1])))
-        return cls(tuple(degrees), int(whole.group(1)))
+            raise ConfigError(f"layout {shown(text)}: expected such as '24 training, 8xTP1 + 2xTP2'")
+        training = _count(whole.group(1), text)
+        kinds = [(_count(m[1], text), _count(m[2], text)) for m in engines if m]
+        if sum(count * max(1, tp) for count, tp in kinds) > MOST_ACCELERATORS:  # before any engine is listed
+            raise ConfigError(f"layout {shown(text)}: expected engines of at most {MOST_ACCELERATORS:,} accelerators")
+        return cls(tuple(tp for count, tp in kinds for _ in range(count)), training)
+
+
+def _count(digits: str, text: str) -> int:
+    """A number in a layout's text; those of thousands of digits are not even converted."""
+    if len(digits.lstrip("0")) > len(str(MOST_ACCELERATORS)) or int(digits) > MOST_ACCELERATORS:
+        raise ConfigError(
+            f"layout {shown(text)}: {shown(digits)} is too large; expected at most {MOST_ACCELERATORS:,} accelerators"
+        )
+    return int(digits)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,14 @@
 """What `libra simulate --preset NAME` does: a name, and a function that answers with a document and tables of it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from services.common.errors import ConfigError, shown
 from services.simulator import anchors, experiment, profiles
 from services.simulator.anchors import Anchor
 from services.simulator.layout import Layout
+from services.simulator.policies import registry
 from services.simulator.steptimes import ModelledEngine
 from services.simulator.trainingtimes import ModelledTraining
 
@@ -22,15 +24,16 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """One answer: the JSON document, and the same as tables."""
+    """One answer: the JSON document, and the same as tables and notes."""
 
     document: dict[str, Any]
     tables: tuple[Table, ...]
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a preset may be told; `anchors` takes none of it."""
+    """What a preset may be told, of which each takes a part (`Preset.takes`)."""
 
     profile: str = anchors.MODELLED
     model: str = anchors.POLICY
@@ -63,32 +66,76 @@ def r2e_preset(asked: Asked) -> Shown:
     found = experiment.r2e_48(
         *asked.times(), asked.policies, asked.seeds, steps=asked.steps, given=asked.layout, workers=asked.workers
     )
-    return Shown(
-        {"profile": asked.profile, **found}, (*_compared(f"r2e-48 on {asked.profile}", found), _published(found))
-    )
+    tables = (*_compared(f"r2e-48 on {asked.profile}", found), _published(found))
+    return Shown({"profile": asked.profile, **found}, tables, tuple(found["notes"]))
 
 
 def shift_preset(asked: Asked) -> Shown:
     """Policies on 48 accelerators under an abrupt shift, and with two families of tasks in turn."""
     found = experiment.shift_48(*asked.times(), asked.policies, asked.seeds, steps=asked.steps, workers=asked.workers)
     tables = [t for name, one in found.items() for t in _compared(f"{name} on {asked.profile}", one)]
-    return Shown({"profile": asked.profile, **found}, tuple(tables))
+    notes = dict.fromkeys(note for one in found.values() for note in one["notes"])
+    return Shown({"profile": asked.profile, **found}, tuple(tables), tuple(notes))
 
 
 def failures_preset(asked: Asked) -> Shown:
     """One of four workers fails."""
+    left_out = without_training(asked.policies)
     found = experiment.failures_4(asked.times()[0], asked.policies, asked.seeds, workers=asked.workers)
     columns = ("name", "kind", "total_s", "without_s", "ratio", "placed_late")
     rows = tuple(tuple(row[c] for c in columns) for row in found["policies"])
-    return Shown({"profile": asked.profile, **found}, (Table(f"failures-4 on {asked.profile}", columns, rows),))
+    return Shown(
+        {"profile": asked.profile, **found, "notes": list(left_out)},
+        (Table(f"failures-4 on {asked.profile}", columns, rows),),
+        left_out,
+    )
 
 
-PRESETS: dict[str, Callable[[Asked], Shown]] = {
-    "anchors": anchors_preset,
-    "r2e-48": r2e_preset,
-    "shift-48": shift_preset,
-    "failures-4": failures_preset,
+def without_training(policies: str) -> tuple[str, ...]:
+    """A note on the policies that a run without training leaves out, if any. ConfigError if it leaves out all."""
+    chosen = registry.names(policies)
+    left_out = [name for name in chosen if name in registry.SYNCHRONOUS]
+    if len(left_out) == len(chosen):
+        able = ", ".join(name for name in registry.POLICIES if name not in registry.SYNCHRONOUS)
+        raise ConfigError(
+            f"--policies {shown(policies)}: nothing is trained here, so synchronous policies are left out and none "
+            f"remains; expected all or at least one of {able}"
+        )
+    if not left_out:
+        return ()
+    return (f"{', '.join(left_out)}: nothing is trained here, so synchronous policies are left out",)
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """A named scenario, and the fields of `Asked` that change what it does; no others may be set."""
+
+    run: Callable[[Asked], Shown]
+    takes: frozenset[str]
+
+
+FAILURE_OPTIONS = frozenset({"profile", "model", "policies", "seeds", "workers"})
+SHIFT_OPTIONS = FAILURE_OPTIONS | {"steps"}
+PRESETS: dict[str, Preset] = {
+    "anchors": Preset(anchors_preset, frozenset()),
+    "r2e-48": Preset(r2e_preset, SHIFT_OPTIONS | {"layout"}),
+    "shift-48": Preset(shift_preset, SHIFT_OPTIONS),
+    "failures-4": Preset(failures_preset, FAILURE_OPTIONS),
 }
+
+
+def run(name: str, options: Mapping[str, Any]) -> Shown:
+    """The preset with the options that were set, fields of `Asked`; ConfigError for one that it does not take."""
+    preset = PRESETS.get(name)
+    if preset is None:
+        raise ConfigError(f"--preset {shown(name)}: expected one of {', '.join(PRESETS)}")
+    unknown = [option for option in options if option not in preset.takes]
+    if unknown:
+        takes = ", ".join(f"--{option}" for option in Asked.__dataclass_fields__ if option in preset.takes)
+        wrong = ", ".join(f"--{option}" for option in unknown)
+        raise ConfigError(f"--preset {name} takes no {wrong}; leave it out, it takes {takes or 'no further option'}")
+    return preset.run(Asked(**options))
+
 
 COLUMNS = (
     "name", "tokens_per_s", "spread", "of_bound", "makespan_p50_s", "makespan_p95_s", "idle_rollout", "idle_training",

@@ -33,6 +33,27 @@ FOLDER = Path(__file__).with_name("profiles")
 """The package's own files."""
 T = TypeVar("T")
 
+GREATEST = 1e18
+"""Of any number in a file: what is computed from them stays finite."""
+LONGEST_S = 86_400.0
+"""Of any time in a file."""
+LEAST_RATE = 1e6
+"""Bytes or operations per second; slower than anything that a model is served on."""
+LEAST_SHARE = 1e-3
+AT_LEAST_ONE = {
+    "hbm_bytes", "accelerators", "host_bytes", "layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate",
+    "vocabulary", "parameters", "active_parameters", "batched_tokens", "micro_batch_tokens", "pipeline_stages",
+}  # fmt: skip
+RATES = {
+    "hbm_bytes_s", "flops", "nvlink_bytes_s", "pcie_bytes_s", "network_bytes_s", "gather_bytes_s", "broadcast_bytes_s",
+    "host_bytes_s", "load_bytes_s",
+}  # fmt: skip
+SHARES = {"fraction", "pcie_efficiency", "link_efficiency", "mfu_dense", "mfu_moe"}
+TIMES = {
+    "layer_s", "moe_layer_s", "dispatch_s", "collective_s", "base_s", "per_doubling_s", "latency_s", "tp_step_s"
+}  # fmt: skip
+"""Fields of hardware.py by the bounds of their numbers; all others are at least 0."""
+
 
 @dataclass(frozen=True, slots=True)
 class EngineConstants:
@@ -98,7 +119,20 @@ def profile(name: str) -> Profile:
 
 def model(name: str) -> ModelShape:
     """A model by name (as its maker writes it, or in lower case) or by path."""
-    return read(_find(name if _is_path(name) else name.lower(), "models"), ModelFile).model
+    path = _find(name if _is_path(name) else name.lower(), "models")
+    found = read(path, ModelFile).model
+    if found.experts_per_token > found.experts or (found.experts and not found.experts_per_token):
+        raise ConfigError(
+            f"{path}: experts_per_token is {found.experts_per_token} of {found.experts} experts; expected 1 to "
+            f"{found.experts}, or 0 of 0 for a dense model"
+        )
+    if found.active_parameters > found.parameters or found.dense_parameters < 0:
+        own = found.parameters - found.dense_parameters
+        raise ConfigError(
+            f"{path}: parameters is {found.parameters:g}; expected at least the {own:g} of its experts and embeddings, "
+            f"and the {found.active_parameters:g} of active_parameters"
+        )
+    return found
 
 
 def hardware_file(name: str) -> HardwareFile:
@@ -138,8 +172,8 @@ def _profile(path: Path, file: ProfileFile) -> Profile:
 
 def _is_hardware(path: Path) -> bool:
     try:
-        content = yaml.safe_load(path.read_text())
-    except (OSError, yaml.YAMLError):
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return False  # reading it in earnest says what is wrong
     return isinstance(content, dict) and "accelerator" in content
 
@@ -180,21 +214,35 @@ def read(path: str | Path, kind: type[T]) -> T:
 
 @functools.cache
 def _strict(kind: Any) -> type[Strict]:
-    """The dataclass as a configuration model: no unknown keys, no negative numbers."""
+    """The dataclass as a configuration model: no unknown keys, no numbers out of bounds."""
     hints = typing.get_type_hints(kind)
-    fields: dict[str, Any] = {f.name: (_annotation(hints[f.name]), _default(f)) for f in dataclasses.fields(kind)}
+    fields: dict[str, Any] = {
+        f.name: (_annotation(hints[f.name], *_bounds(f.name)), _default(f)) for f in dataclasses.fields(kind)
+    }
     return typing.cast(type[Strict], pydantic.create_model(kind.__name__, __base__=Strict, **fields))
 
 
-def _annotation(hint: Any) -> Any:
+def _bounds(name: str) -> tuple[float, float]:
+    """Least and greatest number of a field."""
+    if name in SHARES:
+        return LEAST_SHARE, 1
+    if name == "memory_fraction":  # 0: none
+        return 0, 1
+    least = LEAST_RATE if name in RATES else 1 if name in AT_LEAST_ONE else 0
+    return least, LONGEST_S if name in TIMES else GREATEST
+
+
+def _annotation(hint: Any, least: float, greatest: float) -> Any:
     """A type of a field, its dataclasses made strict and its numbers bounded."""
     if dataclasses.is_dataclass(hint):
         kind: Any = hint
         return _strict(kind)
     if hint in (int, float):
-        return Annotated[hint, pydantic.Field(ge=0, allow_inf_nan=False)]
+        return Annotated[hint, pydantic.Field(ge=least, le=greatest, allow_inf_nan=False)]
     if typing.get_origin(hint) in (tuple, types.UnionType):
-        parts = tuple(a if a in (Ellipsis, type(None)) else _annotation(a) for a in typing.get_args(hint))
+        parts = tuple(
+            a if a in (Ellipsis, type(None)) else _annotation(a, least, greatest) for a in typing.get_args(hint)
+        )
         made: Any = types.GenericAlias(tuple, parts)
         return made if typing.get_origin(hint) is tuple else functools.reduce(operator.or_, parts)
     return hint

@@ -34,6 +34,8 @@ Row = tuple[float, float, float, float]
 """What one constant multiplies, as factors of the four quantities of a step."""
 
 LARGEST_TP = 1_024
+SLOWEST_STEP_S = 100.0
+"""Of one token: a machine or model that is slower by far is a mistake in its file, and its episodes would not end."""
 
 
 def decode_terms(accelerator: AcceleratorType, model: ModelShape, tp: int) -> dict[str, Row]:
@@ -203,10 +205,22 @@ class ModelledEngine(EngineTimes):
 
     def _prepare_decode(self, tp: int) -> Row:
         terms = decode_terms(self.hardware.accelerator, self.model, tp)
-        self._decode[tp] = weigh(with_extra(self.hardware.decode, self.hardware, self.model), terms)
+        self._decode[tp] = self._checked(tp, weigh(with_extra(self.hardware.decode, self.hardware, self.model), terms))
         return self._decode[tp]
 
     def _prepare_prefill(self, tp: int) -> Row:
         terms = prefill_terms(self.hardware.accelerator, self.model, tp)
-        self._prefill[tp] = weigh(with_extra(self.hardware.prefill, self.hardware, self.model), terms)
+        self._prefill[tp] = self._checked(
+            tp, weigh(with_extra(self.hardware.prefill, self.hardware, self.model), terms)
+        )
         return self._prefill[tp]
+
+    def _checked(self, tp: int, row: Row) -> Row:
+        """Raises ConfigError for steps that take no time, or that no job would wait for; NaN is either."""
+        if not 0.0 < sum(row) <= SLOWEST_STEP_S:
+            raise ConfigError(
+                f"a step of one token of {self.model.name} takes {sum(row):.3g} s on {tp} x "
+                f"{self.hardware.accelerator.name}; expected above 0 and at most {SLOWEST_STEP_S:g}: correct the rates "
+                f"and constants of the machine, or the model's size"
+            )
+        return row

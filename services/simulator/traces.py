@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from services.common.errors import ConfigError
+from services.common.errors import ConfigError, shown
 from services.simulator.latency import table_of
-from services.simulator.workload import OUTCOMES, Episode, Turn
+from services.simulator.workload import LONGEST_CALL_S, MOST_TOKENS, OUTCOMES, Episode, Turn
 
 SCHEMA = "agentic-traj/1"
 UNKNOWN_S = -1.0
@@ -33,13 +33,15 @@ def read(path: Path, rng: np.random.Generator) -> list[Episode]:
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read as text: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 at byte {error.start}; expected JSON lines") from error
     if not lines:
         raise ConfigError(f"{path}: empty; expected a header line with schema {SCHEMA!r}, then one episode a line")
     header = _object(lines[0], path, 1)
     if header.get("schema") != SCHEMA:
-        raise ConfigError(f"{path}:1: schema is {header.get('schema')!r}, expected {SCHEMA!r}")
+        raise ConfigError(f"{path}:1: schema is {shown(header.get('schema'))}, expected {SCHEMA!r}")
     episodes: list[Episode] = []
     seen: dict[str, int] = {}
     for number, line in enumerate(lines[1:], start=2):
@@ -47,7 +49,9 @@ def read(path: Path, rng: np.random.Generator) -> list[Episode]:
             continue
         episode = _episode(_object(line, path, number), f"{path}:{number}")
         if episode.id in seen:
-            raise ConfigError(f"{path}:{number}: id {episode.id!r} was used on line {seen[episode.id]}; ids are unique")
+            raise ConfigError(
+                f"{path}:{number}: id {shown(episode.id)} was used on line {seen[episode.id]}; ids are unique"
+            )
         seen[episode.id] = number
         episodes.append(episode)
     if not episodes:
@@ -60,6 +64,8 @@ def _object(line: str, path: Path, number: int) -> dict[str, Any]:
         content = json.loads(line)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path}:{number}: not JSON at column {error.colno}: {error.msg}") from error
+    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, nesting without end
+        raise ConfigError(f"{path}:{number}: cannot be read: {error}; expected one episode as a JSON object") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{path}:{number}: {type(content).__name__} where a JSON object was expected")
     return content
@@ -79,13 +85,13 @@ def _episode(content: Mapping[str, Any], where: str) -> Episode:
 
 def _turn(content: Any, where: str) -> Turn:
     if not isinstance(content, dict):
-        raise ConfigError(f"{where}: {content!r} where an object with gen, tool, out, lat_s, obs was expected")
+        raise ConfigError(f"{where}: {shown(content)} where an object with gen, tool, out, lat_s, obs was expected")
     tool = content.get("tool")
     if tool is not None and not isinstance(tool, str):
-        raise ConfigError(f"{where}: tool is {tool!r}, expected a name or null")
+        raise ConfigError(f"{where}: tool is {shown(tool)}, expected a name or null")
     outcome = content.get("out") or "ok"
     if outcome not in OUTCOMES:
-        raise ConfigError(f"{where}: out is {outcome!r}, expected one of {', '.join(OUTCOMES)}")
+        raise ConfigError(f"{where}: out is {shown(outcome)}, expected one of {', '.join(OUTCOMES)}")
     return Turn(
         _count(content, "gen", where), tool or "", outcome, _latency(content, where), _count(content, "obs", where)
     )
@@ -95,15 +101,19 @@ def _latency(content: Mapping[str, Any], where: str) -> float:
     seconds = content.get("lat_s")
     if seconds is None or content.get("lat_kind") == GATED:
         return UNKNOWN_S if content.get("tool") else 0.0
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds < float("inf"):
-        raise ConfigError(f"{where}: lat_s is {seconds!r}, expected seconds >= 0 or null")
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds <= LONGEST_CALL_S:
+        raise ConfigError(
+            f"{where}: lat_s is {shown(seconds)}, expected seconds >= 0 or null, at most {LONGEST_CALL_S:,.0f}"
+        )
     return float(seconds)
 
 
 def _count(content: Mapping[str, Any], name: str, where: str) -> int:
     value = _field(content, name, int, where)
-    if isinstance(value, bool) or value < 0:
-        raise ConfigError(f"{where}: {name} is {value!r}, expected a number of tokens >= 0")
+    if isinstance(value, bool) or not 0 <= value <= MOST_TOKENS:
+        raise ConfigError(
+            f"{where}: {name} is {shown(value)}, expected a number of tokens >= 0 and at most {MOST_TOKENS:,}"
+        )
     return int(value)
 
 
@@ -111,7 +121,7 @@ def _field(content: Mapping[str, Any], name: str, kind: type, where: str) -> Any
     if name not in content:
         raise ConfigError(f"{where}: {name} is missing; expected {kind.__name__}")
     if not isinstance(content[name], kind):
-        raise ConfigError(f"{where}: {name} is {content[name]!r}, expected {kind.__name__}")
+        raise ConfigError(f"{where}: {name} is {shown(content[name])}, expected {kind.__name__}")
     return content[name]
 
 

@@ -4,15 +4,20 @@ An episode is a list of turns; a turn generates tokens and then, but for the las
 the context. Policies never see an `Episode`, only how far it has come (`trajectory.Trajectory`).
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 
-from services.common.errors import ConfigError
+from services.common.errors import ConfigError, shown
 
 OUTCOMES = ("ok", "error", "timeout")
+LONGEST_CALL_S = 86_400.0
+"""A tool call of more than a day is taken for a mistake: nothing would happen in between but the clock of a policy."""
+MOST_TOKENS = 1 << 40
+"""Of one turn or prompt; far beyond any model's context."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,10 +107,9 @@ def shuffled_outcomes(episodes: Sequence[Episode], rng: np.random.Generator) -> 
 def scaled(episodes: Sequence[Episode], *, generated: float = 1.0, latency: float = 1.0) -> list[Episode]:
     """Episodes with the tokens of each turn and the seconds of each call multiplied; tool outputs stay as they are.
 
-    Raises ConfigError for a factor that is negative or, for tokens, 0.
+    Raises ConfigError as `check_scale` does.
     """
-    if generated <= 0 or latency < 0:
-        raise ConfigError(f"scale of generated {generated}, of latency {latency}: expected > 0 and >= 0")
+    check_scale(episodes, generated=generated, latency=latency)
     return [
         replace(
             episode,
@@ -116,3 +120,26 @@ def scaled(episodes: Sequence[Episode], *, generated: float = 1.0, latency: floa
         )
         for episode in episodes
     ]
+
+
+def check_scale(episodes: Sequence[Episode], *, generated: float = 1.0, latency: float = 1.0) -> None:
+    """Raises ConfigError for a factor that is not finite, negative or, for tokens, 0, and beyond the bounds above.
+
+    Those are MOST_TOKENS for a turn and LONGEST_CALL_S for a call.
+    """
+    if not (0 < generated < math.inf and 0 <= latency < math.inf):  # NaN is neither
+        raise ConfigError(f"scale of generated {generated}, of latency {latency}: expected finite, > 0 and >= 0")
+    for episode in episodes:
+        tokens = max(turn.generated for turn in episode.turns) * generated
+        seconds = max(turn.latency_s for turn in episode.turns) * latency
+        where = f"of episode {shown(episode.id)} comes to"
+        if tokens > MOST_TOKENS:
+            raise ConfigError(
+                f"scale of generated {generated:g}: a turn {where} {tokens:.3g} tokens; at most {MOST_TOKENS:,} are "
+                f"simulated, take a smaller factor"
+            )
+        if seconds > LONGEST_CALL_S:
+            raise ConfigError(
+                f"scale of latency {latency:g}: a call {where} {seconds:.3g} s; at most {LONGEST_CALL_S:,.0f} are "
+                f"simulated, take a smaller factor"
+            )

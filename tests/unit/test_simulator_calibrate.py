@@ -162,9 +162,9 @@ def test_rows_that_do_not_fit_the_memory_are_left_out(tmp_path):
     [
         ("Qwen3-4B,one,decode,1,2048,7.0,1", r"table\.csv:2: .*expected numbers"),
         ("Qwen3-4B,1,train,1,2048,7.0,1", r"table\.csv:2: phase 'train'; expected decode or prefill"),
-        ("Qwen3-4B,1,decode,1,2048,0,1", r"table\.csv:2: .*above 0"),
-        ("Qwen3-4B,1,decode,1,2048,nan,1", r"table\.csv:2: .*above 0"),
-        ("Qwen3-4B,1,decode,1", r"table\.csv:2: .*expected numbers"),
+        ("Qwen3-4B,1,decode,1,2048,0,1", r"table\.csv:2: latency_ms is 0\.0; expected at least"),
+        ("Qwen3-4B,1,decode,1,2048,nan,1", r"table\.csv:2: latency_ms is nan; expected at least"),
+        ("Qwen3-4B,1,decode,1", r"table\.csv:2: no value of ctx_tokens, latency_ms, fits_memory"),
         ("", "nothing to fit"),
     ],
 )
@@ -232,9 +232,12 @@ def test_reports_that_say_nothing_new_leave_the_constants_and_what_they_do_not_s
     [
         ("not json", r"reports\.jsonl:1: .*expected a JSON object"),
         ('{"tp": 1}', r"reports\.jsonl:1: .*'sequences'.*expected a JSON object"),
-        ('{"tp": 0, "sequences": 1, "context_tokens": 1, "seconds_per_step": 1}', "at least 1"),
-        ('{"tp": 1, "sequences": 1, "context_tokens": 1, "seconds_per_step": 0}', "seconds_per_step above 0"),
-        ('{"tp": 1, "sequences": 1, "context_tokens": NaN, "seconds_per_step": 1}', "finite"),
+        ('{"tp": 0, "sequences": 1, "context_tokens": 1, "seconds_per_step": 1}', "tp is 0.0; expected at least 1 and"),
+        (
+            '{"tp": 1, "sequences": 1, "context_tokens": 1, "seconds_per_step": 0}',
+            "seconds_per_step is 0.0; expected at least",
+        ),
+        ('{"tp": 1, "sequences": 1, "context_tokens": NaN, "seconds_per_step": 1}', "context_tokens is nan; expected"),
         ("", "no reports"),
     ],
 )

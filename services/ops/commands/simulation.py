@@ -19,29 +19,38 @@ from services.simulator.profiles import EngineConstants, HardwareFile
 Workers = Annotated[int | None, typer.Option("--workers", min=1, help="Processes; default: one a core.")]
 
 
+def _option(name: str, words: str, least: int | None = None) -> Any:
+    """One whose default the preset has."""
+    default = getattr(presets.DEFAULTS, name.removeprefix("--"))
+    return typer.Option(name, min=least, help=words, show_default=False if default is None else str(default))
+
+
 def simulate(
     preset: Annotated[str, typer.Option("--preset", help=f"One of {', '.join(presets.PRESETS)}.")],
-    profile: Annotated[str, typer.Option("--profile", help="Machines: a name or a file.")] = presets.DEFAULTS.profile,
-    model: Annotated[str, typer.Option("--model", help="A model: a name or a file.")] = presets.DEFAULTS.model,
-    policies: Annotated[str, typer.Option("--policies", help="all, or names with commas between.")] = "all",
-    seeds: Annotated[int, typer.Option("--seeds", min=1, help="Runs of each policy.")] = presets.DEFAULTS.seeds,
-    steps: Annotated[int, typer.Option("--steps", min=2, help="Training steps of a run.")] = presets.DEFAULTS.steps,
-    layout: Annotated[str, typer.Option("--layout", help="Of r2e-48, for all: '24 training, 8xTP1 + 2xTP4'.")] = "",
+    profile: Annotated[str | None, _option("--profile", "Machines: a name or a file.")] = None,
+    model: Annotated[str | None, _option("--model", "A model: a name or a file.")] = None,
+    policies: Annotated[str | None, _option("--policies", "all, or names with commas between.")] = None,
+    seeds: Annotated[int | None, _option("--seeds", "Runs of each policy.", least=1)] = None,
+    steps: Annotated[int | None, _option("--steps", "Training steps of a run.", least=2)] = None,
+    layout: Annotated[str | None, _option("--layout", "Of r2e-48, for all: '24 training, 8xTP1 + 2xTP4'.")] = None,
     workers: Workers = None,
     json: Json = False,
 ) -> None:
-    """Simulates a named scenario on modelled hardware; no cluster is needed."""
-    run = presets.PRESETS.get(preset)
-    if run is None:
-        raise ConfigError(f"--preset {preset!r}: expected one of {', '.join(presets.PRESETS)}")
-    shown = run(
-        presets.Asked(profile, model, policies, seeds, steps, workers, Layout.parse(layout) if layout else None)
-    )
+    """Simulates a named scenario on modelled hardware; no cluster is needed.
+
+    An option that the scenario has no use for is refused.
+    """
+    given = {
+        "profile": profile, "model": model, "policies": policies, "seeds": seeds, "steps": steps, "workers": workers,
+        "layout": None if layout is None else Layout.parse(layout),
+    }  # fmt: skip
+    shown = presets.run(preset, {name: value for name, value in given.items() if value is not None})
     if json:
         render.document(shown.document)
         return
     for table in shown.tables:
         render.table(table.title, table.columns, table.rows)
+    render.notes(shown.notes)
 
 
 def calibrate(
