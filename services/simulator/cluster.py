@@ -251,6 +251,7 @@ class Cluster:
             return  # aborted
         sequence.ready = True
         seen.in_tool = False
+        seen.tool_s += turn.latency_s
         seen.context += turn.observation
         seen.tool, seen.outcome = turn.tool, turn.outcome
         self.policy.on_turn(seen, turn.tool, turn.outcome, turn.observation)
@@ -443,6 +444,7 @@ class Cluster:
         self.view.version += 1
         for group in groups:
             self._groups.pop(group.name, None)
+        self.policy.on_step([m.seen for g in groups for m in g.members], seconds)
         wanted = self.policy.plan(self.view)
         if wanted is not None and wanted != self.view.layout:
             self._relayout(wanted)

@@ -8,14 +8,12 @@ from numpy.typing import NDArray
 
 from services.common.errors import ConfigError
 from services.scheduler.core.rates import EngineKind, EngineRates, TrainerKind, TrainerRates
-from services.simulator.steptimes import ModelledEngine
-from services.simulator.times import TrainingTimes
+from services.simulator.times import EngineTimes, TrainingTimes
 
 Floats = NDArray[np.float64]
 
 TYPICAL = (
-    (1.0, 4_096.0), (1.0, 32_768.0), (4.0, 16_384.0), (16.0, 65_536.0), (32.0, 393_216.0), (64.0, 262_144.0),
-    (128.0, 1_048_576.0),
+    (1, 4_096.0), (1, 32_768.0), (4, 16_384.0), (16, 65_536.0), (32, 393_216.0), (64, 262_144.0), (128, 1_048_576.0),
 )  # fmt: skip
 """(sequences, context tokens) of the steps that the linear rates are fitted to."""
 PREFILL = (2_048.0, 8_192.0)
@@ -23,10 +21,13 @@ PREFILL = (2_048.0, 8_192.0)
 
 
 def engine_rates(
-    times: ModelledEngine, type_: str, degrees: Sequence[int] = (1, 2, 4, 8), max_running: int = 256,
-    rollout_accelerators: int = 16, warm: bool = True,
+    times: EngineTimes, type_: str, degrees: Sequence[int] = (1, 2, 4, 8), max_running: int = 256,
+    rollout_accelerators: int = 16, asleep_bytes: float = 0.0,
 ) -> dict[EngineKind, EngineRates]:  # fmt: skip
-    """Of each degree that holds the model. Exact for dense models; for experts a least-squares line over TYPICAL."""
+    """Of each degree that holds the model. `asleep_bytes`: host memory of a sleeping engine, all its weights.
+
+    Exact for dense models; for experts a least-squares line over TYPICAL.
+    """
     found = {}
     for tp in degrees:
         try:
@@ -41,9 +42,9 @@ def engine_rates(
             step_s, sequence_s, context_s, kv_tokens,
             prefill_s=times.prefill_s(tp, *PREFILL) / PREFILL[0],
             max_running=max_running,
-            start_s=times.wake_s(tp) if warm else times.load_s(tp),
+            start_s=times.wake_s(tp),
             pause_s=times.weight_update_s(0, rollout_accelerators),
-            asleep_bytes=times.model.weight_bytes,
+            asleep_bytes=asleep_bytes,
         )  # fmt: skip
     return found
 

@@ -24,6 +24,7 @@ class Trajectory:
         "prompt",
         "since",
         "tool",
+        "tool_s",
         "turns",
         "version",
     )
@@ -47,6 +48,8 @@ class Trajectory:
         self.since = now
         """When it got its engine."""
         self.in_tool = False
+        self.tool_s = 0.0
+        """Seconds in calls that have returned."""
         self.tool = ""
         """Last call that returned, and its outcome."""
         self.outcome = ""

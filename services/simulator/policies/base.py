@@ -114,6 +114,9 @@ class Policy:
     def on_end(self, trajectory: Trajectory) -> None:
         """An episode ended by itself."""
 
+    def on_step(self, consumed: Sequence[Trajectory], seconds: float) -> None:
+        """A training step over these took so long; `plan` follows."""
+
 
 def least_loaded(engines: Sequence[EngineState]) -> int:
     """The admitting engine with the fewest trajectories for each of its accelerators; NOWHERE if none admits."""

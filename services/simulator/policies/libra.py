@@ -14,8 +14,9 @@ from services.scheduler.core.estimator import RemainingWork
 from services.scheduler.core.livequeue import LiveQueue
 from services.scheduler.core.occupancy import LONG, Occupancy
 from services.simulator.engine import EngineState
-from services.simulator.layout import ClusterSpec, Layout
+from services.simulator.layout import ClusterSpec, Layout, Mode
 from services.simulator.policies.base import Assign, Move, Policy, View
+from services.simulator.policies.planned import Planned
 from services.simulator.policies.static import uniform
 from services.simulator.trajectory import NOWHERE, Trajectory
 
@@ -46,9 +47,13 @@ class Libra(Policy):
     decide_every_s = CYCLE_S
 
     def __init__(
-        self, layout: Layout | None = None, settings: cmlfq.QueueSettings = SETTINGS, *, outcomes: bool = True
-    ) -> None:
+        self, layout: Layout | None = None, settings: cmlfq.QueueSettings = SETTINGS, *, outcomes: bool = True,
+        plans: bool = True,
+    ) -> None:  # fmt: skip
         self._given = layout
+        self._plans = plans
+        self.planned: Planned | None = None
+        self._training = 0
         self._outcomes = outcomes
         self.remaining = RemainingWork()
         self.live = LiveQueue(settings, self._estimate)
@@ -67,8 +72,12 @@ class Libra(Policy):
         self._report_at = 0.0
 
     def start(self, spec: ClusterSpec) -> Layout:
-        """Uniform unless a layout is given."""
-        return self._given or uniform(spec)
+        """Uniform unless a layout is given; that one stays, and nothing is planned."""
+        layout = self._given or uniform(spec)
+        if self._plans and self._given is None and spec.training is not None and self.mode is Mode.ASYNC:
+            self.planned = Planned(spec)
+        self._training = layout.training
+        return layout
 
     # ---- events
 
@@ -108,7 +117,19 @@ class Libra(Policy):
         self._pending.pop(name, None)
         self.live.group_learnt(trajectory.group)
 
+    def on_step(self, consumed: Sequence[Trajectory], seconds: float) -> None:
+        """Evidence for the planner."""
+        if self.planned is not None:
+            self.planned.step(consumed, self._training, seconds)
+
     # ---- decisions
+
+    def plan(self, view: View) -> Layout | None:
+        """The production planner's."""
+        self._training = view.layout.training
+        if self.planned is None:
+            return None
+        return self.planned.plan(view.now, view.engines, view.layout)
 
     def admit(self, view: View) -> Iterable[Assign | Move]:
         """What is queued, as soon as there may be room."""
@@ -188,6 +209,8 @@ class Libra(Policy):
             return
         self._report_at, self._states = view.now + REPORT_S, states
         levels = {tp: level for level, tp in enumerate(sorted({e.tp for e in view.engines if e.alive}))}
+        if self.planned is not None:
+            self.planned.loads(view.engines)
         for engine in view.engines:
             name = str(engine.index)
             if engine.alive:
