@@ -305,12 +305,16 @@ OPTIONS = {
     "steps": "3",
     "workers": "1",
     "layout": "24 training, 24xTP1",
+    "trace": "nonsense",
 }
 TAKEN = {
     "anchors": "",
     "r2e-48": "profile model policies seeds steps workers layout",
     "shift-48": "profile model policies seeds steps workers",
     "failures-4": "profile model policies seeds workers",
+    "outcomes": "profile model seeds steps workers trace",
+    "kv-48": "profile model seeds steps workers",
+    "ablation": "profile model seeds steps workers layout",
 }
 
 
@@ -336,6 +340,7 @@ def test_the_options_that_a_preset_takes_reach_it_and_the_others_are_the_default
     options = [part for option in taken.split() for part in (f"--{option}", OPTIONS[option])]
     assert main(["simulate", "--preset", preset, *options]) == 0
     values = {**OPTIONS, "seeds": 2, "steps": 3, "workers": 1, "layout": Layout((1,) * 24, 24)}
+    values["trace"] = (Path("nonsense"),)
     assert asked == [presets.Asked(**{option: values[option] for option in taken.split()})]
 
 
