@@ -213,11 +213,9 @@ HEADS = (
 def _compared(title: str, found: dict[str, Any]) -> list[Table]:
     rows = [tuple("-" if row[c] is None else row[c] for c in COLUMNS) for row in found["policies"]]
     searched = tuple((s["for"], s["layouts"], s["steps"]) for s in found["searches"])
-    notes = [Table("Notes", ("note",), tuple((note,) for note in found["notes"]))] if found["notes"] else []
     return [
         Table(title, HEADS, tuple(rows)),
         Table("Searches", ("for", "layouts tried", "steps simulated"), searched),
-        *notes,
     ]
 
 

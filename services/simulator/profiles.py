@@ -41,7 +41,7 @@ LEAST_RATE = 1e6
 """Bytes or operations per second; slower than anything that a model is served on."""
 LEAST_SHARE = 1e-3
 AT_LEAST_ONE = {
-    "hbm_bytes", "accelerators", "host_bytes", "layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate",
+    "hbm_bytes", "accelerators", "layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate",
     "vocabulary", "parameters", "active_parameters", "batched_tokens", "micro_batch_tokens", "pipeline_stages",
 }  # fmt: skip
 RATES = {

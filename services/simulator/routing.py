@@ -17,8 +17,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from services.common.errors import ConfigError, shown
 from services.scheduler.core.cmlfq import Assign, EngineView, Preempt, QueueSettings
 from services.simulator.decisions import DecisionCore, Followed
+from services.simulator.workload import MOST_TOKENS
 
 FIELDS = {
     "event": str, "trajectory": str, "group": str, "engine": str, "generated": int, "tokens": int, "tool": str,
@@ -27,12 +29,11 @@ FIELDS = {
 KINDS = ("schedule", "tool_return", "finish")
 OUTCOMES = ("OK", "TOOL_ERROR", "TIMEOUT", "INFRA_ERROR")
 STEP_S = 0.001
-MOST_TOKENS = 1 << 40
 MAX_LINE = 65_536
-
-
-class BadLine(ValueError):
-    """A line of an event file that cannot be read; the text names its number, what was found and what is expected."""
+ASSUMED_SECONDS_PER_TOKEN = 0.02
+"""Assumed, measured nowhere: of every engine alike, since an event list says nothing of their speed."""
+ASSUMED_PREFILL_TOKENS_PER_S = 1_000.0
+"""Assumed likewise: what computing a context again costs on another engine, against waiting for its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ class Routed:
 
 
 def read(lines: Iterable[str], name: str) -> list[RouterEvent]:
-    """The events of a file; BadLine names the first wrong line. Empty lines are passed over."""
+    """The events of a file; empty lines are passed over. ConfigError names the first wrong line."""
     found: list[RouterEvent] = []
     live: set[str] = set()
     over: set[str] = set()
@@ -81,48 +82,48 @@ def read(lines: Iterable[str], name: str) -> list[RouterEvent]:
         event = _event(line, where)
         if event.event == "schedule":
             if event.trajectory in live or event.trajectory in over:
-                raise BadLine(f"{where}: {event.trajectory!r} is scheduled a second time")
+                raise ConfigError(f"{where}: {shown(event.trajectory)} is scheduled a second time")
             live.add(event.trajectory)
         elif event.trajectory not in live:
             why = "has finished already" if event.trajectory in over else "was never scheduled"
-            raise BadLine(f"{where}: {event.event} of {event.trajectory!r}, which {why}")
+            raise ConfigError(f"{where}: {event.event} of {shown(event.trajectory)}, which {why}")
         if event.event == "finish":
             live.discard(event.trajectory)
             over.add(event.trajectory)
         if event.at_s is not None:
             if event.at_s < at:
-                raise BadLine(f"{where}: at_s {event.at_s:g} lies before {at:g}; events come in order of time")
+                raise ConfigError(f"{where}: at_s {event.at_s:g} lies before {at:g}; events come in order of time")
             at = event.at_s
         found.append(event)
     if not found:
-        raise BadLine(f"{name}: no events; expected one JSON object a line, {' | '.join(KINDS)}")
+        raise ConfigError(f"{name}: no events; expected one JSON object a line, {' | '.join(KINDS)}")
     return found
 
 
 def _event(line: str, where: str) -> RouterEvent:
     if len(line) > MAX_LINE:
-        raise BadLine(f"{where}: {len(line)} characters; at most {MAX_LINE} are read")
+        raise ConfigError(f"{where}: {len(line)} characters; at most {MAX_LINE} are read")
     try:
         content = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise BadLine(f"{where}: not valid JSON: {error}") from None
+        raise ConfigError(f"{where}: not valid JSON: {error}") from None
     if not isinstance(content, dict):
-        raise BadLine(f"{where}: an event is a JSON object, found {type(content).__name__}")
+        raise ConfigError(f"{where}: an event is a JSON object, found {type(content).__name__}")
     for key, value in content.items():
         kind = FIELDS.get(key)
         if kind is None:
-            raise BadLine(f"{where}: unknown key {key!r}; known are {', '.join(FIELDS)}")
+            raise ConfigError(f"{where}: unknown key {shown(key)}; known are {', '.join(FIELDS)}")
         wanted = (int, float) if kind is float else (kind,)
         if isinstance(value, bool) or not isinstance(value, wanted):
-            raise BadLine(f"{where}: {key} is {json.dumps(value)[:80]}; expected {kind.__name__}")
+            raise ConfigError(f"{where}: {key} is {shown(value)}; expected {kind.__name__}")
         if isinstance(value, (int, float)) and not 0 <= value <= MOST_TOKENS:  # NaN is not either
-            raise BadLine(f"{where}: {key} is {value}; expected 0 or more and at most {MOST_TOKENS}")
+            raise ConfigError(f"{where}: {key} is {shown(value)}; expected 0 or more and at most {MOST_TOKENS}")
     if content.get("event") not in KINDS:
-        raise BadLine(f"{where}: event is {content.get('event')!r}; expected one of {', '.join(KINDS)}")
+        raise ConfigError(f"{where}: event is {shown(content.get('event'))}; expected one of {', '.join(KINDS)}")
     if not content.get("trajectory"):
-        raise BadLine(f"{where}: trajectory is missing")
+        raise ConfigError(f"{where}: trajectory is missing")
     if content.get("outcome", "OK") not in OUTCOMES:
-        raise BadLine(f"{where}: outcome is {content['outcome']!r}; expected one of {', '.join(OUTCOMES)}")
+        raise ConfigError(f"{where}: outcome is {shown(content['outcome'])}; expected one of {', '.join(OUTCOMES)}")
     return RouterEvent(**content)
 
 
@@ -132,7 +133,7 @@ def route(events: Sequence[RouterEvent], engines: int, slots: int, settings: Que
     core = DecisionCore(settings)
     named = sorted({e.engine for e in events if e.engine})
     for name in named or [f"engine-{i}" for i in range(engines)]:
-        core.engine(EngineView(name, "run", 0, slots, 0, 0, 0, 0.02, 1_000.0, True), 0.0)
+        core.engine(_assumed(name, slots), 0.0)
     numbers: dict[str, int] = {}
     now = 0.0
     for event in events:
@@ -152,6 +153,15 @@ def route(events: Sequence[RouterEvent], engines: int, slots: int, settings: Que
             result.compared += 1
             result.agreed += result.places[event.trajectory][0] == event.engine
     return result
+
+
+def _assumed(name: str, slots: int) -> EngineView:
+    """An idle engine of whose speed and memory nothing is known."""
+    return EngineView(
+        name, "run", level=0, concurrency_cap=slots, running=0, kv_capacity_tokens=0, kv_used_tokens=0,
+        seconds_per_token=ASSUMED_SECONDS_PER_TOKEN, prefill_tokens_per_second=ASSUMED_PREFILL_TOKENS_PER_S,
+        admitting=True,
+    )  # fmt: skip
 
 
 def _one(core: DecisionCore, event: RouterEvent, numbers: dict[str, int], now: float) -> list[Assign | Preempt]:

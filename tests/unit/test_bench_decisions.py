@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from services.common.errors import ConfigError
 from services.ops.__main__ import main
 from services.scheduler.core.cmlfq import QueueSettings
 from services.simulator import routing
@@ -69,7 +70,7 @@ def test_engines_are_those_that_the_router_named_and_its_choices_are_compared():
 )
 def test_a_bad_line_is_named_by_its_number(event, says):
     before = lines(schedule("old", at_s=2.0), schedule("gone"), finish("gone"))
-    with pytest.raises(routing.BadLine, match=r"f:5: ") as error:
+    with pytest.raises(ConfigError, match=r"f:5: ") as error:
         routing.read([*before, "\n", event], "f")
     assert says in str(error.value)
 

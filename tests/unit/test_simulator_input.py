@@ -211,7 +211,7 @@ DIVIDING = [
     ("hardware", f"accelerator.{name}")
     for name in ("hbm_bytes", "hbm_bytes_s", "flops", "nvlink_bytes_s", "pcie_bytes_s")
 ]
-DIVIDING += [("hardware", f"node.{name}") for name in ("accelerators", "host_bytes", "network_bytes_s")]
+DIVIDING += [("hardware", f"node.{name}") for name in ("accelerators", "network_bytes_s")]
 DIVIDING += [("model", f"model.{name}") for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "vocabulary")]
 DIVIDING += [("model", f"model.{name}") for name in ("intermediate", "parameters", "active_parameters")]
 DIVIDING += [("operations", f"weight_sync.{name}") for name in ("gather_bytes_s", "broadcast_bytes_s")]
@@ -293,6 +293,20 @@ def test_an_engine_has_no_more_memory_than_its_device(refused, tmp_path, share):
     path.write_text(f"hardware: a100-80gb\nextra:\n  memory_fraction: {yaml.safe_dump(share)}")
     message = refused("simulate", "--preset", "r2e-48", "--profile", str(path))
     assert f"{path}:3: 'extra.memory_fraction': Input should be" in message
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ({"event": "schedule", "trajectory": "a", "tokens": 10**400}, ":1: tokens is 1000"),
+        ({"event": "x" * 5_000, "trajectory": "a"}, ":1: event is 'xxx"),
+        ({"event": "schedule", "trajectory": "a", "x" * 5_000: 1}, ":1: unknown key 'xxx"),
+    ],
+)
+def test_a_routers_event_is_refused_in_a_short_message_however_long_it_is(refused, tmp_path, line, said):
+    path = tmp_path / "events.jsonl"
+    path.write_text(json.dumps(line))
+    assert f"{path}{said}" in refused("bench", "decisions", "--events", str(path))
 
 
 # ---- presets and policies

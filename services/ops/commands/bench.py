@@ -37,8 +37,6 @@ def decisions(
         raise ConfigError(f"--events {events}: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"--events {events}: not UTF-8 at byte {error.start}; expected JSON lines") from None
-    except routing.BadLine as error:
-        raise ConfigError(str(error)) from None
     result = routing.route(found, engines, slots, QueueSettings())
     times = sorted(result.seconds)
     figures = {
