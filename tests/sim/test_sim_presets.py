@@ -25,7 +25,10 @@ from tests.support.sim_worlds import episode
 
 SMALL = Parametric((REPAIR,), groups=4, members=4, mean_start=400.0, mean_end=900.0)
 SPEC = ClusterSpec(LinearTimes(), LinearTraining(rate=400.0, fixed=3.0, least=2), accelerators=8, node_size=4)
-MIX = Layout((1, 1, 2), 4)
+LONG = replace(SMALL, mean_start=4_000.0, mean_end=4_000.0)
+MANY = replace(SMALL, groups=8, members=8, mean_start=2_000.0, mean_end=2_000.0)
+"""Enough for the tree over tool returns to be used."""
+MIX, FOUR = Layout((1, 1, 2), 4), Layout((1, 1, 1, 1), 4)
 FIELDS = {"name", "instead", "tokens_per_s", "by_seed", "libra_over", "libra_over_by_seed", "interval", "layout"}
 
 
@@ -42,8 +45,8 @@ def same_but_for_its_name(one, other):
 
 
 def test_what_is_not_preempted_and_not_moved_stays():
-    _, whole = ran(Libra(MIX))
-    _, settled = ran(ablated.Settled(MIX))
+    _, whole = ran(Libra(MIX), LONG)
+    _, settled = ran(ablated.Settled(MIX), LONG)
     assert whole.moves > 0
     assert settled.moves == 0
 
@@ -65,15 +68,13 @@ def test_least_loaded_placement_counts_trajectories_for_each_accelerator():
 def test_uncapped_engines_are_given_all_there_is_and_stop_some_by_themselves():
     spec = replace(SPEC, times=LinearTimes(kv=3_000), min_kv_tokens=1)
     workload = Fixed(tuple(episode(f"e{i}", 900, prompt=200) for i in range(24)))
-    capped = Cluster(spec, workload, Libra(MIX), seed=1, steps=2)
-    uncapped = Cluster(spec, workload, ablated.Uncapped(MIX), seed=1, steps=2)
-    for cluster in (capped, uncapped):
+    stopped = []
+    for make, queues in ((Libra, True), (ablated.Uncapped, False)):
+        cluster = Cluster(spec, workload, make(FOUR), seed=1, steps=2)
         cluster._begin()
-    assert capped.view.queued
-    assert not uncapped.view.queued
-    assert (
-        ran(Libra(MIX), workload, spec, 2)[1].preemptions < ran(ablated.Uncapped(MIX), workload, spec, 2)[1].preemptions
-    )
+        assert bool(cluster.view.queued) == queues
+        stopped.append(ran(make(FOUR), workload, spec, 2)[1].preemptions)
+    assert stopped[0] < stopped[1]
 
 
 def test_without_reservation_a_lease_keeps_room_for_its_context_alone():
@@ -87,8 +88,10 @@ def test_without_reservation_a_lease_keeps_room_for_its_context_alone():
 
 
 def test_a_constant_estimate_is_every_trajectorys_at_every_time():
-    cluster, _ = ran(ablated.ConstantEstimate(MIX))
-    view = cluster.policy.live.view(cluster.now)
+    cluster = Cluster(SPEC, LONG, ablated.ConstantEstimate(MIX), seed=1, steps=2)
+    cluster._begin()
+    view = cluster.policy.live.view(0.0)
+    assert len(view.running) == len(cluster.view.live)
     assert {t.estimate_p50 for t in (*view.queued, *view.running)} == {ablated.GUESS_TOKENS}
 
 
@@ -98,7 +101,7 @@ def all_well(given: Episode) -> Episode:
 
 @pytest.mark.parametrize("make", [ablated.OutcomeBlind, lambda layout: Libra(layout, outcomes=False)])
 def test_who_is_blind_to_outcomes_decides_as_if_all_calls_went_well(make):
-    given = SMALL.batch(0, 1)
+    given = MANY.batch(0, 1)
     assert any(turn.outcome != "ok" for e in given for turn in e.turns)
     _, blind = ran(make(MIX), Fixed(tuple(given)))
     _, whole = ran(Libra(MIX), Fixed(tuple(all_well(e) for e in given)))
@@ -106,8 +109,8 @@ def test_who_is_blind_to_outcomes_decides_as_if_all_calls_went_well(make):
 
 
 def test_who_is_not_blind_to_them_does_not():
-    _, blind = ran(ablated.OutcomeBlind(MIX), steps=8)
-    _, whole = ran(Libra(MIX), steps=8)
+    _, blind = ran(ablated.OutcomeBlind(MIX), MANY)
+    _, whole = ran(Libra(MIX), MANY)
     assert not same_but_for_its_name(blind, whole)
 
 
