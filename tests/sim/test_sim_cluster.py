@@ -359,3 +359,15 @@ def test_a_policy_that_places_nothing_is_told_so():
         policy.decide_every_s = every
         with pytest.raises(RuntimeError, match="1 queued, 1 engines admit"):
             rollout(spec, [episode("a", 5)], policy)
+
+
+def test_case_49_idle_shares_equal_the_count_by_hand_of_a_timeline_with_three_pauses():
+    trainer = LinearTraining(rate=100.0, fixed=1.0, least=2)
+    spec = ClusterSpec(ConstantTimes(step=0.01), trainer, accelerators=3, node_size=3, staleness=0)
+    work = Fixed((episode("a", 100, 200, 300, 50, latency=2.0, observation=0),))
+    result = Watched(spec, work, Policy(Layout((1,), 2)), seed=0, steps=3).run()
+    decoding, pauses, training = 6.5, 3 * 2.0, 1.0 + 660 / 200
+    step = decoding + pauses + training
+    assert [s.ended_at for s in result.steps] == pytest.approx([step, 2 * step, 3 * step])
+    assert result.since(0).idle_rollout == pytest.approx((pauses + training) / step)
+    assert result.since(0).idle_training == pytest.approx((decoding + pauses) / step)

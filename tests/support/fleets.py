@@ -99,7 +99,7 @@ def every_layout(where: Fleet, kinds) -> list[FleetLayout]:
 DEMANDS = st.builds(
     demand,
     mean=st.floats(200.0, 6_000.0), spread=st.floats(2.5, 6.0), groups=st.integers(1, 12), samples=st.integers(1, 12),
-    max_versions=st.integers(0, 3), foresight=st.sampled_from([0.0, 0.5, 1.0]), recompute=st.booleans(),
+    max_versions=st.integers(0, 3), recompute=st.booleans(),
 )  # fmt: skip
 PENALTIES = st.floats(0.0, 0.8)
 SLOW = st.floats(0.05, 20.0)

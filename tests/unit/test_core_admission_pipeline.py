@@ -117,3 +117,32 @@ def test_at_the_end_of_the_tasks_all_but_an_unusable_rest_is_trained(ready, want
 )
 def test_a_commit_names_each_member_beyond_the_bound_and_no_other(members, base, bound):
     assert check_commit(members, base, bound) == [name for name, v in members if v != -1 and v < base - bound]
+
+
+@given(st.integers(0, 4), st.integers(2, 6), st.integers(0, 10_000))
+def test_case_06_ten_new_versions_under_long_rollouts_leave_work_bounded_and_room_for_fresh_work(bound, batch, seed):
+    """Each batch has one group that ends as late as the bound allows. Nothing is cancelled and started anew."""
+    rng = random.Random(seed)
+    rules = BatchRules(batch, batch, 1, bound, "HOLD_TRAINER", look_ahead=batch, hold_timeout=1e9)
+    serial, alive, fresh = 0, [], []
+    for head in range(10):
+        for _ in range(admit(bound, batch, len(alive))):
+            alive.append((GroupView(f"g{serial}", serial, False, head), serial % batch == 0))
+            fresh.append(head)
+            serial += 1
+        assert len(alive) <= (bound + 1) * batch, "open and closed work is bounded"
+        choice = None
+        while choice is None or not choice.take:
+            # short ones end in any order; a long one only when the trainer is held for it, or nothing else is left
+            short = [i for i, (g, long) in enumerate(alive) if not g.closed and not long]
+            waits = choice is not None and (choice.hold or not short)
+            at = rng.choice(short) if short and not waits else min(
+                (i for i, (g, _) in enumerate(alive) if not g.closed), key=lambda i: alive[i][0].admission_number
+            )  # fmt: skip
+            group, long = alive[at]
+            alive[at] = (GroupView(group.name, group.admission_number, True, group.oldest_version), long)
+            choice = choose_batch([g for g, _ in alive], head, rules, 0.0, 1e9, exhausted=False)
+            assert choice.stale == (), "no work is thrown away"
+        alive = [(g, long) for g, long in alive if g.name not in choice.take]
+    for version in range(1, 10):
+        assert fresh.count(version) == batch, "each version lets in a whole batch of fresh work"

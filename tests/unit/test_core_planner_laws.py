@@ -412,7 +412,7 @@ def test_a_move_that_does_not_pay_within_the_horizon_or_the_run_is_left():
 
 def test_drift_is_planned_for():
     """Lengths grow within the horizon, and longer contexts need more of the cache: more engines than for now alone."""
-    engines, trainers = engine_rates(degrees=(1,), kv=40_000.0), trainer_rates(sizes=(1, 2), slow=0.3)
+    engines, trainers = engine_rates(degrees=(1,), kv=30_000.0), trainer_rates(sizes=(1, 2), slow=0.3)
     work, here = demand(1_000.0, groups=32, samples=16, max_versions=2), packed([2], [1])
     now, later = (
         relayout.plan(

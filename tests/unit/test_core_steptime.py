@@ -42,11 +42,13 @@ def test_the_kv_cache_bounds_the_rate():
     """Contexts of 500 on average, half a million tokens each step, room for 9 sequences after FILL."""
     rate = EngineRates(0.02, 0.0, 0.0, 5_000.0)
     given_ = one_class(groups=100, samples=5, max_versions=9, recompute=False)
-    assert Problem([rate], given_).cap[0, 0] == pytest.approx(FILL * 5_000 / 500)
+    problem = Problem([rate], given_)
+    middle = int(np.searchsorted(given_.positions.edges, 500.0))
+    assert problem.cap[middle, 0] == pytest.approx(FILL * 5_000 / 500, rel=0.05)
     rate_s = 9 / 0.02
-    # batches come in one after the other: the last of them waits for most of a step
-    assert seconds([rate], given_, [1]) == pytest.approx(500_000 / rate_s, rel=1e-3)
-    assert seconds([rate], given_, [2]) == pytest.approx(500_000 / rate_s / 2, rel=1e-3)
+    # followed in stretches of positions, within each of which contexts are alike
+    assert seconds([rate], given_, [1]) == pytest.approx(500_000 / rate_s, rel=1e-2)
+    assert seconds([rate], given_, [2]) == pytest.approx(500_000 / rate_s / 2, rel=1e-2)
 
 
 def test_those_in_tool_calls_take_their_share_of_the_cache():
@@ -66,28 +68,6 @@ def test_no_engine_or_no_training_takes_for_ever():
     assert seconds([PLAIN], one_class(), [1], train_s=NEVER_S) == NEVER_S
 
 
-def test_the_found_time_is_where_it_just_holds():
-    rates, given_ = list(engine_rates().values()), demand()
-    problem = Problem(rates, given_)
-    counts, train_s = np.array([[3, 2, 1]]), np.array([4.0])
-    found = problem.solve(counts, train_s)
-    step = float(found.seconds[0])
-    ways = np.arange(len(problem.division.tokens))
-    zero = np.zeros(len(ways), dtype=np.intp)
-    assert problem._fits(np.full(len(ways), step), zero, ways, counts, train_s)[found.way[0]]
-    assert not problem._fits(np.full(len(ways), step * 0.999), zero, ways, counts, train_s).any()
-
-
-def test_a_slow_layout_is_given_up_and_a_good_one_is_not():
-    problem = Problem(list(engine_rates(degrees=(1,)).values()), demand())
-    counts, train_s = np.array([[2], [8], [4]]), np.full(3, 0.1)
-    alone = [float(problem.solve(counts[i : i + 1], train_s[:1]).seconds[0]) for i in range(3)]
-    together = problem.solve(counts, train_s).seconds
-    assert together[1] == pytest.approx(alone[1], rel=3e-4)
-    assert np.isinf(together[0])
-    assert np.isinf(problem.solve(counts, train_s, known=alone[1] / 2).seconds).all()
-
-
 @settings(max_examples=40, deadline=None)
 @given(DEMANDS, st.integers(1, 3), st.floats(0.1, 200.0))
 def test_more_engines_faster_ones_and_less_training_never_take_longer(given_, extra, train_s):
@@ -102,45 +82,89 @@ def test_more_engines_faster_ones_and_less_training_never_take_longer(given_, ex
     # all alike, or the division that was best would put contexts elsewhere
     faster = [replace(r, step_s=r.step_s / 2, sequence_s=r.sequence_s / 2, context_s=r.context_s / 2) for r in rates]
     assert seconds(faster, given_, [2, 2, 1], train_s) <= plain * slack
+    # who waits for room does not slow down the others, and only decoding waits: room is worth a little less than time
     roomier = [replace(r, kv_tokens=r.kv_tokens * 2) for r in rates]
-    assert seconds(roomier, given_, [2, 2, 1], train_s) <= plain * slack
+    assert seconds(roomier, given_, [2, 2, 1], train_s) <= plain * 1.01
 
 
 @settings(max_examples=40, deadline=None)
-@given(DEMANDS, st.integers(2, 5))
-def test_every_division_adds_up_to_the_step(given_, levels):
-    divisions = given_.positions.divisions(levels)
-    assert len(divisions.tokens) > 1
-    np.testing.assert_allclose(divisions.tokens.sum(axis=1), given_.tokens, rtol=1e-9)
-    work = (divisions.tokens * divisions.context).sum(axis=1)
-    np.testing.assert_allclose(work, work[0], rtol=1e-9)
-    np.testing.assert_allclose(divisions.tail.sum(axis=1), given_.longest_to_pass.tokens, rtol=1e-9)
-    assert (divisions.tokens >= -1e-9).all()
-    # what is computed anew grows with moves only
-    least = given_.trained_tokens - given_.tokens - given_.prompt_tokens * (given_.sequences - given_.groups)
-    assert ((divisions.prefill * divisions.tokens).sum(axis=1) >= least * (1 - 1e-6)).all()
+@given(DEMANDS)
+def test_positions_add_up_to_the_step(given_):
+    way = given_.positions
+    assert way.edges[0] == 0.0
+    assert (way.width > 0).all()
+    np.testing.assert_allclose((way.alive * way.width).sum(), given_.tokens, rtol=1e-4)
+    assert (np.diff(way.alive) <= 1e-9).all(), "fewer and fewer are left"
+    assert way.alive[0] == pytest.approx(given_.sequences, rel=1e-6)
+    # what is read at each position, over all tokens: half of each sequence on average, and its prompt
+    work = sum(
+        n * given_.sequences * g * (given_.prompt_tokens + (f - given_.prompt_tokens) / 2)
+        for g, n, f in zip(given_.lengths, given_.shares, given_.contexts, strict=True)
+    )
+    assert (way.alive * way.width * way.context).sum() == pytest.approx(work, rel=0.05)
 
 
-def test_the_longest_go_to_the_fastest_level():
-    """A wide engine beside slow ones: what it takes lies above a threshold, and the threshold is where it helps."""
+@settings(max_examples=60, deadline=None)
+@given(DEMANDS, st.lists(st.integers(0, 4), min_size=3, max_size=3).filter(any))
+def test_engines_of_all_kinds_keep_one_pace_as_far_as_their_caches_allow(given_, counts):
+    rates = list(engine_rates().values())
+    problem, way = Problem(rates, given_), given_.positions
+    pace = problem._pace(np.array([counts]), way.alive * (given_.max_versions + 1))
+    for cell in np.flatnonzero(pace.able[0]).tolist():
+        decoding = pace.seconds[0, cell] / (pace.seconds[0, cell] + way.tools[cell])
+        even = []
+        for kind, rate in enumerate(rates):
+            running, cap = pace.running[0, cell, kind], problem.cap[cell, kind] * decoding
+            assert running <= problem.cap[cell, kind] + 1e-9
+            if counts[kind] and 1e-6 < running < cap * 0.99:
+                beta = rate.sequence_s + rate.context_s * way.context[cell] + rate.prefill_s * way.prefill[cell]
+                even.append(rate.step_s + beta * running)
+        assert max(even, default=1.0) == pytest.approx(min(even, default=1.0), rel=1e-6)
+        total = sum(n * r for n, r in zip(counts, pace.running[0, cell], strict=True))
+        room = float(np.array(counts) @ problem.cap[cell])
+        inside = min(way.alive[cell] * (given_.max_versions + 1), room)
+        assert total == pytest.approx(inside * decoding, rel=0.05, abs=1e-3)
+
+
+def test_the_last_ones_have_the_fastest_level_for_themselves():
     rates = engine_rates(degrees=(1, 4), penalty=0.1)
     ordered = sorted(rates.values(), key=lambda r: -r.step_s)
-    problem = Problem(ordered, demand(groups=32, samples=16))
-    counts, train_s = [8, 1], 1.0
+    given_ = demand(groups=32, samples=16)
+    problem, counts, train_s = Problem(ordered, given_), [8, 1], 1.0
     found = problem.solve(np.array([counts]), np.array([train_s]))
-    slow, fast = problem.uses(counts, train_s, float(found.seconds[0]), int(found.way[0]))
+    slow, fast = problem.uses(counts, float(found.seconds[0]))
     assert slow.above == 0.0
-    assert fast.above > 0.0
-    assert fast.seconds_per_token < slow.seconds_per_token
+    assert 0.0 < fast.above < given_.lengths[-1]
     assert slow.share + fast.share == pytest.approx(1.0)
     assert min(slow.concurrency_cap, fast.concurrency_cap) >= 1
-    assert found.seconds[0] < seconds(ordered[:1], problem.demand, [8], train_s)
+    assert slow.running > 0
+    # four accelerators more, at the speed of one lone sequence on them
+    assert found.seconds[0] < seconds(ordered[:1], given_, [8], train_s)
+    last = problem._pace(np.array([counts]), np.full(len(given_.positions.alive), 1e-3))
+    alone = ordered[1].decode_s(1.0, given_.positions.context[-1]) + ordered[1].prefill_s * given_.positions.prefill[-1]
+    assert last.seconds[0, -1] == pytest.approx(alone)
+    assert last.running[0, -1, 0] == 0
 
 
-def test_foresight_never_hurts_where_moves_cost():
-    rates = list(engine_rates().values())
-    blind, seeing = (seconds(rates, demand(foresight=f, max_versions=0), [4, 1, 1], 1.0) for f in (0.0, 1.0))
-    assert seeing <= blind * 1.001
+def test_batches_that_come_together_slow_one_another_down():
+    """With ever more versions the tail has more steps to end in, and more company at the start."""
+    slow = EngineRates(0.02, 1e-3, 0.0, 1e9)
+    tails = []
+    for bound in (0, 1, 3):
+        given_ = one_class(groups=8, samples=8, max_versions=bound, recompute=False)
+        tails.append(float(Problem([slow], given_).solve(np.array([[4]]), np.array([1.0])).tail_s[0]))
+    # 64, 128 and 256 on four engines
+    assert tails == pytest.approx([1_000 * (0.02 + 1e-3 * n) for n in (16, 32, 64)], rel=3e-2)
+
+
+def test_weight_updates_compute_the_contexts_of_the_others_again():
+    rate = EngineRates(0.02, 0.0, 0.0, 1e9, prefill_s=1e-4, pause_s=2.0)
+    kept, again = (one_class(groups=4, samples=4, recompute=r) for r in (False, True))
+    without, with_ = (
+        float(Problem([rate], g).solve(np.array([[2]]), np.array([5.0])).tail_s[0]) for g in (kept, again)
+    )
+    # after 5 s 32 sequences stand at about token 250, on two engines
+    assert with_ - without == pytest.approx(32 * 250 * 1e-4 / 2, rel=0.15)
 
 
 def test_a_demand_of_trajectories_has_their_means_and_their_tail():

@@ -1,10 +1,7 @@
 """What a training step asks of the fleet: how many tokens, how deep into their sequences, and what a tail has to pass.
 
 Trajectories are summed up in classes of like length. A class of generated length g and final context f has a context of
-prompt + (f - prompt) p / g once p tokens are generated. Levels divide the work by *position*: a token at position p is
-generated on the level whose range [low, high) holds p, as when a trajectory is moved up after so many tokens. That
-needs no prediction. With `foresight` r a share r of each long trajectory's earlier tokens is generated on the level
-that its final length belongs to, as if it had been known.
+prompt + (f - prompt) p / g once p tokens are generated. `Positions` has what of a batch is left after p tokens.
 """
 
 import itertools
@@ -18,12 +15,11 @@ from numpy.typing import NDArray
 from services.scheduler.core import histogram
 
 Floats = NDArray[np.float64]
-Ints = NDArray[np.intp]
 
-QUANTILES = (*np.arange(24) / 24, 0.975, 0.99)
-"""Thresholds tried between levels: positions below which these shares of all tokens lie."""
-COMBINATIONS = {1: 1, 2: 26, 3: 13, 4: 8}
-"""Thresholds tried for so many levels, evenly taken from QUANTILES; 6 for more."""
+CELLS = 40
+"""Stretches of positions in which a batch is followed."""
+SPREAD = (2**-0.125 / 1.00376, 2**0.125 / 1.00376)
+"""Bounds of the lengths that a class stands for, over its own, which stays their mean."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +49,6 @@ class Demand:
     """Trajectories of a group; they share the prompt's prefill."""
     max_versions: int = 1
     """K: a token may be so many versions old when it is trained. 0: rollout and training take turns."""
-    foresight: float = 0.0
     recompute: bool = True
     """KV caches are computed again after a weight update."""
     max_context: float = math.inf
@@ -137,7 +132,7 @@ class Demand:
 
 def demand_of(
     generated: Floats, contexts: Floats, tool_seconds: Floats, weights: Floats, *, prompt_tokens: float, groups: int,
-    samples: int, max_versions: int, seconds_per_token: float = 0.02, foresight: float = 0.0, recompute: bool = True,
+    samples: int, max_versions: int, seconds_per_token: float = 0.02, recompute: bool = True,
     max_context: float = math.inf,
 ) -> Demand:  # fmt: skip
     """Trajectories (arrays of one size: tokens, tokens, seconds, weights) in classes of a quarter of an octave.
@@ -166,105 +161,38 @@ def demand_of(
     tail = Tail(tokens, max(context, prompt + tokens), seconds)
     return Demand(
         tuple(mean_g.tolist()), tuple(shares.tolist()), tuple(mean_f.tolist()), tuple(mean_z.tolist()),
-        prompt, groups, samples, max_versions, foresight, recompute, max_context, tail,
+        prompt, groups, samples, max_versions, recompute, max_context, tail,
     )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Divisions:
-    """Ways to divide a step's work over levels, slowest level first. Arrays of shape (ways, levels)."""
-
-    tokens: Floats
-    """Generated."""
-    context: Floats
-    """Mean context of a token that is generated."""
-    prefill: Floats
-    """Tokens to compute for each generated one: prompts, tool outputs, contexts that moved in."""
-    tools: Floats
-    """Seconds in tool calls for each generated token."""
-    tail: Floats
-    """Tokens of the tail's trajectory."""
-    tail_prefill: Floats
-    longest: Floats
-    """Longest context that a level holds; 0 where it has no work."""
-    entries: Floats
-    """Trajectories that come to the level."""
-    above: Floats
-    """Position from which on the level generates."""
-
-
 class Positions:
-    """Cumulative sums over positions: what of a step lies below each threshold."""
+    """One batch along the positions that its trajectories pass: cells between thresholds, ascending.
+
+    A class stands for lengths spread evenly over a quarter of an octave.
+    """
 
     def __init__(self, demand: Demand) -> None:
-        self.demand = demand
         lengths, shares = np.array(demand.lengths), np.array(demand.shares) * demand.sequences
-        contexts, prompt = np.array(demand.contexts), demand.prompt_tokens
-        slopes = (contexts - prompt) / lengths
-        self.grid = np.unique(np.append(_thresholds(lengths, shares), lengths[-1]))
-        below = np.minimum(self.grid[:, None], lengths)
-        """(thresholds, classes): tokens of one trajectory below."""
-        whole = np.where(lengths <= self.grid[:, None], lengths, 0.0)
-        foresight = demand.foresight
-
-        def mixed(of: Floats, of_whole: Floats) -> Floats:
-            return np.asarray((1 - foresight) * of @ shares + foresight * of_whole @ shares)
-
-        self.tokens = mixed(below, whole)
-        self.context = mixed(prompt * below + slopes * below**2 / 2, prompt * whole + slopes * whole**2 / 2)
-        self.prefill = mixed((slopes - 1) * below, (slopes - 1) * whole)
-        passing = np.where(lengths > self.grid[:, None], shares, 0.0)
-        self.moved = (1 - foresight) * (passing * (prompt + slopes * self.grid[:, None])).sum(axis=1)
-        """Context tokens that change levels at each threshold."""
-        self.alive = (1 - foresight) * passing.sum(axis=1)
-        self.longest = (prompt + slopes * below).max(axis=1)
+        slopes = (np.array(demand.contexts) - demand.prompt_tokens) / lengths
         tools = np.array(demand.tool_seconds) / lengths
-        self.tools = mixed(tools * below, tools * whole)
-        longest = demand.longest_to_pass
-        self.tail_slope = max(1.0, (longest.context - prompt) / longest.tokens)
-        over = longest.tokens > self.grid
-        self.tail = np.where(over, (1 - foresight) * self.grid, longest.tokens)
-        self.tail[-1] = longest.tokens
-        self.tail_context = np.where(over, prompt + self.tail_slope * self.grid, 0.0)
-        self.prompts = demand.groups * prompt
-
-    def divisions(self, levels: int) -> Divisions:
-        """Over so many levels: all combinations of thresholds from a grid, those that leave a level out included."""
-        bounds = self._bounds(levels)
-        low, high = bounds[:, :-1], bounds[:, 1:]
-        tokens = self._between(self.tokens, bounds)
-        some = np.maximum(tokens, 1e-9)
-        first = (np.cumsum(tokens > 0, axis=1) == 1) & (tokens > 0)
-        """The level where trajectories begin."""
-        moved = np.where((low > 0) & ~first & (tokens > 0), self._at(self.moved, low), 0.0)
-        prefill = self._between(self.prefill, bounds) + np.where(first, self.prompts, 0.0) + moved
-        tail = self._between(self.tail, bounds)
-        arrived = np.where(tail > 0, self._at(self.tail_context, low), 0.0)
-        return Divisions(
-            tokens=tokens,
-            context=self._between(self.context, bounds) / some,
-            prefill=np.where(tokens > 0, prefill / some, 0.0),
-            tools=np.where(tokens > 0, self._between(self.tools, bounds) / some, 0.0),
-            tail=tail,
-            tail_prefill=(self.tail_slope - 1.0) * tail + arrived,
-            longest=np.where(tokens > 0, self.longest[np.maximum(high - 1, 0)], 0.0),
-            entries=np.where(first, float(self.demand.sequences), self._at(self.alive, low)),
-            above=np.where(low > 0, self.grid[np.maximum(low - 1, 0)], 0.0),
-        )
-
-    def _bounds(self, levels: int) -> Ints:
-        """(ways, levels + 1): index of a threshold plus one, 0 = the start, len(grid) = the end."""
-        last = len(self.grid)
-        size = min(last, COMBINATIONS.get(levels, 6))
-        inner = sorted({round(i * last / max(1, size)) for i in range(size + 1)})
-        ways = itertools.combinations_with_replacement(inner, levels - 1)
-        return np.array([(0, *way, last) for way in ways], dtype=np.intp)
-
-    def _between(self, cumulative: Floats, bounds: Ints) -> Floats:
-        return np.diff(np.append(0.0, cumulative)[bounds], axis=1)
-
-    def _at(self, values: Floats, index: Ints) -> Floats:
-        return np.append(0.0, values)[index]
+        low, high = lengths * SPREAD[0], lengths * SPREAD[1]
+        self.edges = _thresholds(lengths, shares, float(high[-1]))
+        """Generated tokens; one more than cells."""
+        self.width = np.diff(self.edges)
+        middle = (self.edges[1:] + self.edges[:-1]) / 2
+        alive = _left_of(self.edges, low, high) * shares
+        """(cells, classes)"""
+        self.alive = np.maximum(alive.sum(axis=1), 1e-9)
+        """Trajectories that are left, on average over the cell."""
+        contexts = demand.prompt_tokens + slopes * middle[:, None]
+        self.context = np.maximum(1.0, (alive * contexts).sum(axis=1) / self.alive)
+        """Mean tokens of their sequences."""
+        here = np.where(alive > 0, demand.prompt_tokens + slopes * np.minimum(self.edges[1:, None], lengths), 0.0)
+        self.longest = here.max(axis=1)
+        self.prefill = np.maximum(0.0, (alive * (slopes - 1.0)).sum(axis=1) / self.alive)
+        """Tokens to compute for each generated one: tool outputs."""
+        self.tools = (alive * tools).sum(axis=1) / self.alive
+        """Seconds in tool calls for each generated token."""
 
 
 def _merged(values: Floats, shares: Floats) -> tuple[Floats, Floats]:
@@ -277,10 +205,22 @@ def _merged(values: Floats, shares: Floats) -> tuple[Floats, Floats]:
     return np.column_stack(means), total / total.sum()
 
 
-def _thresholds(lengths: Floats, shares: Floats) -> Floats:
-    """Positions below which the QUANTILES of all tokens lie; 0 left out."""
+def _left_of(edges: Floats, low: Floats, high: Floats) -> Floats:
+    """Mean share of lengths, even between low and high, that lie above the points of each cell. (cells, classes)"""
+
+    def below(at: Floats) -> Floats:
+        """Integral of that share from 0 to `at`: the mean of min(length, at)."""
+        inside = np.clip(at[:, None], low, high)
+        return np.asarray(np.minimum(at[:, None], inside) - (inside - low) ** 2 / (2 * (high - low)))
+
+    return np.asarray(np.diff(below(edges), axis=0) / np.diff(edges)[:, None])
+
+
+def _thresholds(lengths: Floats, shares: Floats, last: float) -> Floats:
+    """Positions below which even shares of all tokens lie, from 0 to the last."""
     edges = np.append(0.0, lengths)
-    alive = np.append(np.cumsum(shares[::-1])[::-1], 0.0)[: len(lengths)]
+    alive = np.cumsum(shares[::-1])[::-1]
     mass = np.append(0.0, np.cumsum(np.diff(edges) * alive))
-    found: Floats = np.interp(np.array(QUANTILES[1:]) * mass[-1], mass, edges)
+    inner = np.interp(np.arange(CELLS - 1) / (CELLS - 1) * mass[-1], mass, edges)
+    found: Floats = np.unique(np.append(inner, last))
     return found

@@ -94,7 +94,7 @@ class StepHistory:
 
     def demand(
         self, *, prompt_tokens: float, groups: int, samples: int, max_versions: int, max_context: float = math.inf,
-        seconds_per_token: float = 0.02, foresight: float = 0.0, recompute: bool = True,
+        seconds_per_token: float = 0.02, recompute: bool = True,
     ) -> Demand:  # fmt: skip
         """What a step asks for now. ValueError before the first one."""
         if not self.samples:
@@ -107,7 +107,7 @@ class StepHistory:
             np.concatenate([s.generated for s in parts]), np.concatenate([s.contexts for s in parts]),
             np.concatenate([s.tool_seconds for s in parts]), np.concatenate(weights),
             prompt_tokens=prompt_tokens, groups=groups, samples=samples, max_versions=max_versions,
-            seconds_per_token=seconds_per_token, foresight=foresight, recompute=recompute, max_context=max_context,
+            seconds_per_token=seconds_per_token, recompute=recompute, max_context=max_context,
         )  # fmt: skip
 
     def _expected(self) -> tuple[float, float] | None:

@@ -2,9 +2,9 @@
 
 Candidates are vectors of counts by kind. First a coarse grid: every kind of trainer with up to SPLITS numbers of
 replicas, and beside each every engine kind alone and every pair of kinds (of one type, or one of each type) in a few
-proportions. `steptime` judges all candidates of the same engine kinds at once and gives up those that are slower than
-the best so far. Then the best ones are improved step by step: a replica more or less, engines of one kind turned into
-another, in strides that halve. Time is the objective: all layouts of one demand train the same tokens in a step.
+proportions. `steptime` judges all candidates of the same engine kinds at once. Then the best ones are improved step by
+step: a replica more or less, engines of one kind turned into another, in strides that halve. Time is the objective: all
+layouts of one demand train the same tokens in a step.
 
 Layouts are compared as (seconds of a step, training accelerators, counts), so that the answer depends on nothing else.
 """
@@ -105,38 +105,35 @@ class Judge:
     """Times of layouts under a job; problems of the same engine kinds are set up once, times found are kept."""
 
     job: Job
-    known: float = math.inf
-    """Seconds of the best layout so far."""
     tried: int = 0
     _problems: dict[tuple[EngineKind, ...], Problem] = field(default_factory=dict)
-    _times: dict[FleetLayout, tuple[float, int]] = field(default_factory=dict)
+    _times: dict[FleetLayout, tuple[float, float, float]] = field(default_factory=dict)
+    """Seconds of a step, at full engines, and of the tail."""
 
-    def seconds(self, layouts: Iterable[FleetLayout], *, all_of_them: bool = False) -> dict[FleetLayout, float]:
-        """Step seconds of each, NEVER_S where it cannot keep up; infinite where it is slower than the best so far,
-        unless all are wanted.
-        """
+    def seconds(self, layouts: Iterable[FleetLayout]) -> dict[FleetLayout, float]:
+        """Step seconds of each, NEVER_S where it cannot keep up."""
         wanted = dict.fromkeys(layouts)
         groups: dict[tuple[EngineKind, ...], list[FleetLayout]] = {}
         for layout in wanted:
-            if not (layout in self._times and (self._times[layout][0] < math.inf or not all_of_them)):
+            if layout not in self._times:
                 groups.setdefault(tuple(k for k, _ in layout.engines), []).append(layout)
         for kinds, some in groups.items():
-            self._solve(kinds, some, all_of_them=all_of_them)
+            self._solve(kinds, some)
         return {layout: self._times[layout][0] for layout in wanted}
 
     def judged(self, layout: FleetLayout) -> Judged:
         """With the figures of its levels."""
-        step_s = self.seconds([layout], all_of_them=True)[layout]
+        step_s = self.seconds([layout])[layout]
         train_s, tokens = self.train_s(layout), self.job.demand.tokens
         budget = min((self.job.trainers[k].micro_batch_tokens for k, _ in layout.trainers), default=0.0)
         if step_s >= NEVER_S:
-            return Judged(layout, Prediction(0.0, NEVER_S, NEVER_S, train_s, 0.0), (), budget, "rollout")
+            bound = "training" if train_s >= NEVER_S else "rollout"
+            return Judged(layout, Prediction(0.0, NEVER_S, NEVER_S, train_s, 0.0), (), budget, bound)
         order, problem = self._problem(tuple(k for k, _ in layout.engines))
         engines = dict(layout.engines)
-        counts, way = [engines[k] for k in order], self._times[layout][1]
-        uses = problem.uses(counts, train_s, step_s, way)
-        rollout_s = problem.rollout_s(np.array([counts]), step_s)
-        tail_s = problem.tail_s(counts, train_s, step_s, way)
+        counts = [engines[k] for k in order]
+        _, rollout_s, tail_s = self._times[layout]
+        uses = problem.uses(counts, step_s)
         levels = tuple(Level(k, n, u) for k, n, u in zip(order, counts, uses, strict=True))
         flow = step_s - train_s if not self.job.demand.max_versions else step_s
         bound = "training" if step_s <= train_s * 1.001 else "rollout" if rollout_s >= flow * 0.999 else "tail"
@@ -160,10 +157,10 @@ class Judge:
             self._problems[kinds] = Problem([self.job.engines[k] for k in order], self.job.demand)
         return order, self._problems[kinds]
 
-    def _solve(self, kinds: tuple[EngineKind, ...], layouts: Sequence[FleetLayout], *, all_of_them: bool) -> None:
+    def _solve(self, kinds: tuple[EngineKind, ...], layouts: Sequence[FleetLayout]) -> None:
         self.tried += len(layouts)
         if not kinds:
-            self._times.update(dict.fromkeys(layouts, (NEVER_S, 0)))
+            self._times.update(dict.fromkeys(layouts, (NEVER_S, NEVER_S, 0.0)))
             return
         order, problem = self._problem(kinds)
         column = {k: i for i, k in enumerate(order)}
@@ -171,34 +168,25 @@ class Judge:
         for row, layout in enumerate(layouts):
             for kind, number in layout.engines:
                 counts[row, column[kind]] = number
-        train_s = np.array([self.train_s(layout) for layout in layouts])
-        found = problem.solve(counts, train_s, math.inf if all_of_them else self.known)
-        if all_of_them:
-            # one by one, since the best of them would cut the others off
-            for row in np.flatnonzero(np.isinf(found.seconds)).tolist():
-                alone = problem.solve(counts[row : row + 1], train_s[row : row + 1])
-                found.seconds[row], found.way[row] = alone.seconds[0], alone.way[0]
+        found = problem.solve(counts, np.array([self.train_s(layout) for layout in layouts]))
         for at, layout in enumerate(layouts):
-            self._times[layout] = float(found.seconds[at]), int(found.way[at])
-        self.known = min(self.known, float(found.seconds.min()))
+            self._times[layout] = float(found.seconds[at]), float(found.full_s[at]), float(found.tail_s[at])
 
 
 def search(fleet: Fleet, job: Job, *, alternatives: int = 8, seeds: Sequence[FleetLayout] = ()) -> Best:
     """The best layout for a fleet. `seeds`: layouts to try and improve besides those of the grid."""
     space = Space(fleet, job)
     coarse = list(dict.fromkeys([*(s for s in seeds if space.allows(s)), *space.coarse()]))
-    uniform = Judge(job)
-    single = _ranked(uniform.seconds(c for c in coarse if space.is_homogeneous(c)))[:1]
-    judge = Judge(job, known=uniform.known)
+    judge = Judge(job)
     times = judge.seconds(coarse)
+    single = _ranked({c: times[c] for c in coarse if space.is_homogeneous(c)})[:1]
     for start in dict.fromkeys([*single, *_ranked(times)[:SEEDS], *(s for s in seeds if s in times)]):
         times |= _improved(start, space, judge)
     ranked = _placed(_ranked(times), fleet, 1)
     if not ranked:
         return Best(None, (), None, judge.tried)
     others = [judge.judged(f) for f in _ranked(times)[: alternatives + 1] if f != ranked[0]]
-    alike = [layout for layout in times if space.is_homogeneous(layout)]
-    single = _placed(_ranked(Judge(job, known=uniform.known).seconds(alike)), fleet, 1)
+    single = _placed(_ranked({f: s for f, s in times.items() if space.is_homogeneous(f)}), fleet, 1)
     homogeneous = judge.judged(single[0]) if single else None
     return Best(judge.judged(ranked[0]), tuple(others[:alternatives]), homogeneous, judge.tried)
 
@@ -223,7 +211,7 @@ def _ranked(times: Mapping[FleetLayout, float]) -> list[FleetLayout]:
 
 def _improved(start: FleetLayout, space: "Space", judge: Judge) -> dict[FleetLayout, float]:
     """All layouts tried on the way from `start` to one without a better neighbour."""
-    here, seconds = start, judge.seconds([start], all_of_them=True)[start]
+    here, seconds = start, judge.seconds([start])[start]
     tried = {here: seconds}
     stride = max(1, 2 ** int(math.log2(max(1.0, space.size / 8))))
     for _ in range(MAX_ROUNDS):

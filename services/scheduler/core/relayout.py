@@ -96,7 +96,7 @@ class _Horizon:
         """Mean tokens per second of each over the horizon, by Simpson's rule."""
         found = [0.0] * len(layouts)
         for job, weight in zip(self.jobs, (1 / 6, 4 / 6, 1 / 6), strict=True):
-            seconds = Judge(job).seconds(layouts, all_of_them=True)
+            seconds = Judge(job).seconds(layouts)
             for at, layout in enumerate(layouts):
                 if seconds[layout] < NEVER_S:
                     found[at] += weight * job.demand.tokens / seconds[layout]
@@ -142,7 +142,7 @@ def _horizon(given: Situation, settings: PlannerSettings) -> _Horizon:
     job = Job(
         given.demand, given.engines, given.trainers, given.imbalance, settings.min_trainers, settings.min_rollouts
     )
-    step_s = Judge(job).seconds([given.fleet.present], all_of_them=True)[given.fleet.present]
+    step_s = Judge(job).seconds([given.fleet.present])[given.fleet.present]
     seconds = min(settings.horizon_s, given.steps_left * step_s)
     steps = seconds / step_s
     most = math.log(MAX_DRIFT)
@@ -165,7 +165,11 @@ def _proposal(
         if isinstance(found, Reason):
             unsafe = unsafe or found
             continue
-        return _weighed(given, settings, best, present, horizon, (candidate, found))
+        weighed = _weighed(given, settings, best, present, horizon, (candidate, found))
+        if isinstance(weighed, Reason) and found.unsafe is not None:
+            unsafe = unsafe or found.unsafe  # the part that is safe does not pay by itself
+            continue
+        return weighed
     if unsafe is not None:
         return Reason(unsafe.code, f"{first.layout.words()} would be better, but {unsafe.text}", unsafe.numbers)
     return _balanced(present, first)
@@ -181,7 +185,7 @@ def _sequence(given: Situation, settings: PlannerSettings, candidate: Judged, ho
         return Reason("NO_PLACE", f"{candidate.layout.words()} has no place in the fleet as it is")
 
     def worth(layout: FleetLayout) -> float:
-        return -judge.seconds([layout], all_of_them=True)[layout]
+        return -judge.seconds([layout])[layout]
 
     steps = order(given.fleet, moves, Safety(limits, given.engines, given.trainers), worth)
     allowed = given.pace.allowance(settings)

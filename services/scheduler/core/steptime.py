@@ -1,25 +1,27 @@
-"""How long a step takes on a layout: the smallest time in which every level, the trainers and the tail keep up.
+"""How long a step takes on a layout: the batches that the staleness bound lets be in flight, followed to their tail.
 
-A level of N engines that has to generate W tokens in F seconds decodes g = W / (N F) tokens per second and engine. With
-a step time of a + b n + d n x at n running sequences of mean context x, e seconds for each prefilled token and p of
-them for each generated one, one weight update of `pause_s` in F, which computes the running contexts again, that takes
+With a bound of K versions K + 1 batches are in flight. Training takes as many steps in quick succession as it can and
+then waits for the longest trajectories, so that the K + 1 batches come in nearly together, and a step takes
 
-    n = g (a + beta n) + n (g e p + pause_s / F) + n (n x e / F)        beta = b + d x
+    T = max(T_train, T_full, (T_tail + T_train) / (K + 1))
 
-running sequences, the smaller root of a quadratic. T seconds a step are enough if
+T_full is the time in which engines that are always full generate a step. T_tail is that from the batches' arrival to
+the end of the last trajectory, followed token by token: all trajectories stand at the same position p, where A(p) of
+them are left with a mean context of x(p), pi(p) further tokens to compute for each that is generated, and z(p) seconds
+in tool calls for each. An engine of rates a, b, d, e (`rates`) with n of them decoding takes
 
-    T >= T_train
-    n <= largest batch, n + those in tool calls <= FILL KV / x on every level                    capacity
-    the tail's trajectory, at n / g seconds a token, with its prefill and its tool calls, takes at most
-        (K + 1) T - T_train                                                                      staleness
+    s = a + beta n          beta = b + d x + e pi
 
-Those in tool calls are g x tool seconds per token (Little's law); they keep their KV caches, or each of their turns
-would begin with all of its context computed again. The window of the tail is what the staleness bound leaves: a
-trajectory that starts on version v is at most consumed by the step whose base is v + K, which begins T_train before
-version v + K + 1 is out. (That is T >= (T_tail + T_train) / (K + 1); without T_train it would promise steps that the
-bound does not allow.) Where a level's KV cache is short, its trajectories come in one after the other: the last one of
-a batch waits for held / cap of F, less its own stay. F is T, or T - T_train where K = 0: rollout and training then take
-turns, and T is their sum. All of it holds for any larger T, so that bisection finds the smallest.
+seconds for a token of each. Queues keep engines of all kinds at the same pace, so that a kind decodes
+n = (s - a) / beta on each engine, none if it is slower than that alone, and no more than its KV cache holds (FILL KV /
+x, those in tool calls included). s solves
+
+    sum over kinds of N n(s) = A s / (s + z)
+
+What no cache has room for waits its turn: time goes on by the factor A / room. So the last ones have the fastest
+engines for themselves, as when a queue moves them there. Weight updates and the prompts' prefill stop all engines.
+
+With K = 0 rollout and training take turns, and T is their sum.
 """
 
 from collections.abc import Sequence
@@ -29,29 +31,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.scheduler.core.costmodel import NEVER_S
-from services.scheduler.core.demand import Demand, Divisions
+from services.scheduler.core.demand import Demand
 from services.scheduler.core.rates import ROUNDING, EngineRates
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.intp]
-Bools = NDArray[np.bool_]
 
 FILL = 0.9
-"""Share of a KV cache that running contexts take on average: they grow, and not in step."""
-PRECISION = 1e-4
-"""Relative, of times found."""
-FAR = 1e-3
-"""A layout slower than the best known by more than this is not followed further."""
-STRIDE = 1.3
-"""Factor between the times tried until one is enough."""
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """Of each layout: its step seconds (NEVER_S: none; inf: slower than the best known), and the best division."""
-
-    seconds: Floats
-    way: Ints
+"""Share of a KV cache that contexts take on average: they grow, and not in step."""
+LEAST = 1e-9
+"""Seconds that one more sequence costs at least."""
+ROUNDS = 12
+"""Of the iteration for s: from above, each round nearer; monotonous in all that it depends on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,161 +50,192 @@ class LevelUse:
     """What one level does in a step."""
 
     running: float
-    """Sequences decoding on each engine, on average."""
+    """Sequences decoding on each engine, on average over the time that the batches take."""
     concurrency_cap: int
     """Most that should run on each: what its KV cache holds at the contexts it has there."""
     tokens_per_s: float
-    """Of each engine."""
+    """Of each engine, over a step."""
     share: float
     """Of the step's tokens."""
     above: float
-    """Position from which on trajectories are on this level."""
+    """Position from which on no slower level has any work left."""
     seconds_per_token: float
 
 
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Of each layout: seconds of a step (NEVER_S: it cannot keep up), and what they come from."""
+
+    seconds: Floats
+    full_s: Floats
+    tail_s: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class _Pace:
+    """Along the positions. Arrays of shape (layouts, positions), `running` with a last axis of kinds."""
+
+    running: Floats
+    """Decoding on each engine."""
+    seconds: Floats
+    """For a token, without tools and waiting."""
+    waiting: Floats
+    """Factor by which time goes on while some wait for room."""
+    able: NDArray[np.bool_]
+
+
 class Problem:
-    """Layouts of the same kinds of engines, slowest first, under one demand."""
+    """Layouts of the same kinds of engines under one demand."""
 
     def __init__(self, rates: Sequence[EngineRates], demand: Demand) -> None:
         self.demand = demand
         self.rates = tuple(rates)
-        divisions = demand.positions.divisions(len(rates))
-        fits = np.ones(len(divisions.tokens), dtype=bool)
-        for level, rate in enumerate(rates):
-            fits &= divisions.longest[:, level] <= rate.kv_tokens + ROUNDING
-        self.division = _only(divisions, fits)
-        context = np.maximum(self.division.context, 1.0)
-        self.cap = np.column_stack([np.maximum(1.0, FILL * r.kv_tokens / context[:, i]) for i, r in enumerate(rates)])
-        """Trajectories that each engine's KV cache holds."""
-        self.tools_s = demand.longest_to_pass.tool_seconds
+        self._way = way = demand.positions
+        self._start = np.array([r.step_s for r in rates])
+        beta = [r.sequence_s + r.context_s * way.context + r.prefill_s * way.prefill for r in rates]
+        self._beta = np.maximum(np.column_stack(beta), LEAST)
+        """(positions, kinds)"""
+        holds = np.column_stack([way.longest <= r.kv_tokens + ROUNDING for r in rates])
+        room = np.column_stack([FILL * r.kv_tokens / way.context for r in rates])
+        most = np.array([float(r.max_running) for r in rates])
+        self.cap = np.where(holds, np.minimum(np.maximum(room, 1.0), most), 0.0)
+        """Trajectories that each engine holds at each position; 0 where one would not fit. (positions, kinds)"""
+        self._prefill = np.array([1.0 / r.prefill_s if r.prefill_s > 0 else np.inf for r in rates])
+        self._holds_longest = np.array([r.holds(demand.longest_context) for r in rates])
 
-    def solve(self, counts: Ints, train_s: Floats, known: float = np.inf) -> Found:
-        """Smallest step times. counts: (layouts, kinds); train_s: (layouts,). `known`: a time that another layout of
-        the same demand reaches; what is slower is given up early, with infinite seconds.
-        """
-        layouts, ways = len(counts), len(self.division.tokens)
-        seconds, way = np.full(layouts, NEVER_S), np.zeros(layouts, dtype=np.intp)
-        if not ways or not layouts:
-            return Found(seconds, way)
-        layout_of, way_of = (a.ravel() for a in np.indices((layouts, ways)))
-        low, limit = self._least_s(counts, train_s), np.full(layouts, np.inf)
-        # what cannot even do what the best known does is out at once; for the others the bound itself comes next
-        tried = np.maximum(low, known * (1 + FAR)) if known < NEVER_S else low.copy()
-        open_, untried = np.ones(layouts, dtype=bool), tried > low
-        while open_.any():
-            fits = self._fits(tried[layout_of], layout_of, way_of, counts, train_s)
-            able = np.zeros(layouts, dtype=bool)
-            able[layout_of[fits]] = True
-            way[layout_of[fits]] = way_of[fits]
-            limit, low = np.where(able, tried, limit), np.where(open_ & ~able, tried, low)
-            known = min(known, float(limit.min()))
-            slow = open_ & (low >= known * (1 + FAR))
-            seconds[slow] = np.inf
-            found = open_ & ~slow & np.isfinite(limit) & ~(limit - low > PRECISION * limit)
-            seconds[found] = limit[found]
-            open_ &= ~(slow | found | (low >= NEVER_S))
-            # a division that is too slow for a time is too slow for all shorter ones
-            keep = open_[layout_of] & (fits | ~able[layout_of])
-            layout_of, way_of = layout_of[keep], way_of[keep]
-            tried = np.where(np.isfinite(limit), (low + limit) / 2, low * STRIDE)
-            tried, untried = np.where(untried & able, low, tried), np.zeros(layouts, dtype=bool)
-        return Found(seconds, way)
+    def solve(self, counts: Ints, train_s: Floats) -> Found:
+        """Step times. counts: (layouts, kinds); train_s: (layouts,)."""
+        together = self.demand.max_versions + 1
+        pace = self._pace(counts, self._way.alive * together)
+        full = self._pace(counts, np.full(len(self._way.alive), np.inf))
+        full_s = self._full_s(counts, full)
+        tail_s = self._tail_s(counts, pace, train_s)
+        training = train_s if not self.demand.max_versions else np.zeros(len(counts))
+        seconds = np.maximum(np.maximum(train_s, full_s + training), (tail_s + train_s) / together)
+        able = pace.able.all(axis=1) & (counts[:, self._holds_longest].sum(axis=1) > 0) & (train_s < NEVER_S)
+        return Found(np.where(able, np.minimum(seconds, NEVER_S), NEVER_S), full_s, tail_s)
 
-    def uses(self, counts: Sequence[int], train_s: float, step_s: float, way: int) -> list[LevelUse]:
-        """What each level does when a step takes so long."""
-        flow = self._flow(np.array([step_s]), np.array([train_s]))
-        found = []
-        for level, count in enumerate(counts):
-            tokens = float(self.division.tokens[way, level])
-            one = np.array([way], dtype=np.intp)
-            running, _, per_token, _ = self._level(level, np.array([float(count)]), flow, one)
-            rate = tokens / count / float(flow[0]) if count else 0.0
-            found.append(
-                LevelUse(
-                    running=float(running[0]) if tokens > 0 else 0.0,
-                    concurrency_cap=int(self.cap[way, level]),
-                    tokens_per_s=rate,
-                    share=tokens / self.demand.tokens,
-                    above=float(self.division.above[way, level]),
-                    seconds_per_token=float(per_token[0]) if tokens > 0 else 0.0,
-                )
+    def uses(self, counts: Sequence[int], step_s: float) -> list[LevelUse]:
+        """What each level of one layout does when a step takes so long."""
+        way, given = self._way, np.array([counts])
+        pace = self._pace(given, way.alive * (self.demand.max_versions + 1))
+        running, seconds = pace.running[0], pace.seconds[0]
+        spent = (seconds + way.tools) * pace.waiting[0] * way.width
+        own = np.maximum(self._start + self._beta * running, 1e-12)
+        made = np.array(counts) * running / own
+        part = made / np.maximum(made.sum(axis=1, keepdims=True), 1e-12) * (way.alive * way.width)[:, None]
+        slowest_first = np.argsort(-self._start, kind="stable")
+        found = {}
+        busy = np.zeros(len(way.alive), dtype=bool)
+        for kind in slowest_first.tolist():
+            some = running[:, kind] > 1e-9
+            tokens, work = float(part[:, kind].sum()), float((running[:, kind] * spent).sum())
+            context = float((part[:, kind] * way.context).sum()) / tokens if tokens > 0 else float(way.context[-1])
+            rate = self.rates[kind]
+            above = float(way.edges[int(np.flatnonzero(busy)[-1]) + 1]) if busy.any() else 0.0
+            count = counts[kind]
+            found[kind] = LevelUse(
+                running=work / max(float(spent.sum()), 1e-12) if count else 0.0,
+                concurrency_cap=max(1, int(min(rate.max_running, FILL * rate.kv_tokens / context))),
+                tokens_per_s=tokens / count / step_s if count else 0.0,
+                share=tokens / max(float(part.sum()), 1e-12),
+                above=above,
+                seconds_per_token=float((part[:, kind] * own[:, kind]).sum()) / tokens if tokens > 0 else 0.0,
             )
-        return found
+            busy |= some & (count > 0)
+        return [found[kind] for kind in range(len(self.rates))]
 
-    def rollout_s(self, counts: Ints, known: float = NEVER_S) -> float:
-        """Seconds that one layout's engines need if neither training nor the tail bounds the step."""
-        low, high = float(self._least_s(counts, np.zeros(1))[0]), known
-        pairs = np.zeros(len(self.division.tokens), dtype=np.intp), np.arange(len(self.division.tokens))
-        while high - low > PRECISION * high:
-            middle = (low + high) / 2
-            fits = self._fits(np.full(len(pairs[0]), middle), *pairs, counts, np.zeros(1), tail=False)
-            low, high = (low, middle) if fits.any() else (middle, high)
-        return high
+    # ---- times
 
-    def tail_s(self, counts: Sequence[int], train_s: float, step_s: float, way: int) -> float:
-        """Seconds from the admission to the end of the tail's trajectory, when a step takes so long."""
-        uses = self.uses(counts, train_s, step_s, way)
-        decoding = sum(u.seconds_per_token * float(self.division.tail[way, i]) for i, u in enumerate(uses))
-        prefill = sum(r.prefill_s * float(self.division.tail_prefill[way, i]) for i, r in enumerate(self.rates))
-        return decoding + prefill + self.tools_s
+    def _full_s(self, counts: Ints, pace: _Pace) -> Floats:
+        """A step's tokens at the rate of full engines, its prompts, one weight update."""
+        rate = (counts[:, None, :] * pace.running / (self._start + self._beta * np.maximum(pace.running, 1e-12))).sum(2)
+        spent = (self._way.alive * self._way.width / np.maximum(rate, 1e-12)).sum(axis=1)
+        return np.asarray(np.minimum(NEVER_S, spent + self._stall_s(counts)))
 
-    def _flow(self, seconds: Floats, train_s: Floats) -> Floats:
-        """Of a step, those in which engines generate."""
-        return seconds if self.demand.max_versions else np.maximum(seconds - train_s, 1e-9)
+    def _tail_s(self, counts: Ints, pace: _Pace, train_s: Floats) -> Floats:
+        """From the arrival of the batches to the end of the trajectory that takes longest."""
+        way, tail = self._way, self.demand.longest_to_pass
+        together = self.demand.max_versions + 1
+        z = tail.tool_seconds / tail.tokens
+        spent = (pace.seconds + way.tools) * pace.waiting * way.width
+        passed = spent / (pace.seconds * pace.waiting + z)
+        """Tokens that it makes meanwhile: its calls may be longer than the others'."""
+        ends, made = np.cumsum(spent, axis=1), np.cumsum(passed, axis=1)
+        before = made - passed
+        share = np.clip((tail.tokens - before) / np.maximum(passed, 1e-12), 0.0, 1.0)
+        alone = self._alone(counts, tail.context)
+        rest = np.maximum(0.0, tail.tokens - made[:, -1]) * (alone + z)
+        again = self._again_s(counts, ends, train_s) if self.demand.recompute else 0.0
+        found = (spent * share).sum(axis=1) + rest + together * self._stall_s(counts) + again
+        return np.asarray(np.minimum(NEVER_S, found))
 
-    def _least_s(self, counts: Ints, train_s: Floats) -> Floats:
-        """A bound from below: all engines as full as the best division would have them, at its shortest contexts."""
-        rate = np.zeros(len(counts))
-        for level, known in enumerate(self.rates):
-            cap, context = min(known.max_running, self.cap[:, level].max()), self.division.context[:, level].min()
-            rate += counts[:, level] * cap / known.decode_s(cap, cap * context)
-        rollout = np.minimum(NEVER_S, self.demand.tokens / np.maximum(rate, 1e-9))
-        return np.maximum(1e-6, np.maximum(train_s, rollout) if self.demand.max_versions else train_s + rollout)
+    def _alone(self, counts: Ints, context: float) -> Floats:
+        """Seconds per token of a lone sequence on the fastest engine there is."""
+        lone = np.array([r.decode_s(1.0, context) for r in self.rates])
+        return np.asarray(np.min(np.where(counts > 0, lone, NEVER_S), axis=1))
 
-    def _fits(
-        self, seconds: Floats, layout_of: Ints, way_of: Ints, counts: Ints, train_s: Floats, *, tail: bool = True
-    ) -> Bools:
-        """For pairs (layout, division): whether so many seconds a step are enough."""
-        training = train_s[layout_of]
-        flow = self._flow(seconds, training)
-        enough = np.ones(len(seconds), dtype=bool)
-        passing = np.full(len(seconds), self.tools_s)
-        waiting = np.zeros(len(seconds))
-        for level, rate in enumerate(self.rates):
-            running, held, per_token, able = self._level(level, counts[layout_of, level], flow, way_of)
-            enough &= able & (running <= rate.max_running) & (held <= self.cap[way_of, level])
-            count = np.maximum(counts[layout_of, level], 1e-9)
-            stay = held * count * flow / np.maximum(self.division.entries[way_of, level], 1.0)
-            waiting = np.maximum(waiting, held / self.cap[way_of, level] * flow - stay)
-            passing += per_token * self.division.tail[way_of, level]
-            passing += rate.prefill_s * self.division.tail_prefill[way_of, level]
-        if not tail:
-            return enough
-        window = (self.demand.max_versions + 1) * seconds - training
-        return enough & (passing + waiting <= window) & (seconds >= training)
+    def _stall_s(self, counts: Ints) -> Floats:
+        """Of one batch's prompts, and of a weight update."""
+        pause = np.max(np.where(counts > 0, np.array([r.pause_s for r in self.rates]), 0.0), axis=1)
+        return np.asarray(pause + self.demand.groups * self.demand.prompt_tokens / self._prefill_rate(counts))
 
-    def _level(
-        self, level: int, count: Floats | Ints, flow: Floats, way_of: Ints
-    ) -> tuple[Floats, Floats, Floats, Bools]:
-        """Of an engine: running sequences, those and the ones in tool calls, seconds per token of each, and whether the
-        level can keep up at all.
-        """
-        rate, division = self.rates[level], self.division
-        context = division.context[way_of, level]
-        tokens = division.tokens[way_of, level]
-        wanted = tokens / (np.maximum(count, 1e-9) * flow)
-        beta = rate.sequence_s + rate.context_s * context + rate.prefill_s * division.prefill[way_of, level]
-        room = 1.0 - wanted * beta - rate.pause_s / flow
-        again = rate.prefill_s * context / flow if self.demand.recompute else 0.0
-        inside = room * room - 4.0 * again * wanted * rate.step_s
-        idle = tokens <= 0
-        able = ((room > 0) & (inside >= 0) & (count > 0)) | idle
-        root = room + np.sqrt(np.maximum(inside, 0.0))
-        running = np.where(able & ~idle, 2.0 * wanted * rate.step_s / np.where(root > 0, root, 1.0), 0.0)
-        alone = rate.step_s + rate.sequence_s + rate.context_s * context
-        per_token = np.where(idle, 0.0, np.maximum(running / np.maximum(wanted, 1e-12), alone))
-        return running, running + wanted * division.tools[way_of, level], per_token, able
+    def _again_s(self, counts: Ints, ends: Floats, train_s: Floats) -> Floats:
+        """Contexts that later weight updates have computed again, those running when the next training has ended."""
+        at = np.minimum((ends < train_s[:, None]).sum(axis=1), len(self._way.alive) - 1)
+        held = (self._way.alive * self._way.context)[at] * (self.demand.max_versions + 1)
+        return np.asarray(self.demand.max_versions * held / self._prefill_rate(counts))
 
+    def _prefill_rate(self, counts: Ints) -> Floats:
+        """Tokens per second of all engines together."""
+        with np.errstate(invalid="ignore"):
+            rate = np.where(counts > 0, counts * self._prefill, 0.0).sum(axis=1)
+        return np.asarray(np.maximum(rate, 1e-12))
 
-def _only(divisions: Divisions, kept: Bools) -> Divisions:
-    return Divisions(*(getattr(divisions, name)[kept] for name in Divisions.__slots__))
+    # ---- pace
+
+    def _pace(self, counts: Ints, alive: Floats) -> _Pace:
+        """At each position, with so many left on all engines together (infinite: as many as there is room for)."""
+        way = self._way
+        room = counts.astype(float) @ self.cap.T
+        able = room > 0
+        inside = np.minimum(alive, np.maximum(room, 1e-12))
+        waiting = np.where(np.isfinite(alive), np.maximum(1.0, alive / np.maximum(room, 1e-12)), 1.0)
+        decoding: Floats = np.ones(room.shape)
+        running, seconds = self._filled(counts, inside, decoding)
+        for _ in range(ROUNDS):
+            decoding = seconds / (seconds + way.tools)
+            running, seconds = self._filled(counts, inside, decoding)
+        return _Pace(running, seconds, waiting, able)
+
+    def _filled(self, counts: Ints, inside: Floats, decoding: Floats) -> tuple[Floats, Floats]:
+        """Decoding sequences on each engine, all at one pace as far as caches allow, and their mean seconds a token."""
+        wanted = inside * decoding
+        most = self.cap[None] * decoding[:, :, None]
+        there = (counts[:, None, :] > 0) & (self.cap > 0)[None]
+        capped = np.zeros(there.shape, dtype=bool)
+        slope = np.where(there, counts[:, None, :] / self._beta[None], 0.0)
+        running = np.zeros(there.shape)
+        for _ in range(len(self.rates)):
+            left = wanted - (counts[:, None, :] * most * capped).sum(axis=2)
+            pace = self._even(left, np.where(capped, 0.0, slope))
+            free = np.maximum(0.0, (pace[:, :, None] - self._start) / self._beta[None])
+            running = np.where(capped, most, np.where(there, np.minimum(free, most), 0.0))
+            capped = there & (capped | (free >= most))
+        own = self._start + self._beta[None] * np.maximum(running, 1.0)
+        made = (counts[:, None, :] * running / own).sum(axis=2)
+        total = (counts[:, None, :] * running).sum(axis=2)
+        fastest = np.min(np.where(there, self._start + self._beta[None], NEVER_S), axis=2)
+        return running, np.maximum(fastest, np.where(made > 0, total / np.maximum(made, 1e-12), fastest))
+
+    def _even(self, wanted: Floats, slope: Floats) -> Floats:
+        """The pace at which kinds take so many between them: the inverse of a sum of hinges is a least of lines."""
+        pace = np.full(wanted.shape, np.inf)
+        number, shifted = np.zeros(wanted.shape), np.zeros(wanted.shape)
+        for kind in np.argsort(self._start, kind="stable").tolist():
+            number = number + slope[:, :, kind]
+            shifted = shifted + slope[:, :, kind] * self._start[kind]
+            with np.errstate(divide="ignore", invalid="ignore"):
+                line = np.where(number > 0, (np.maximum(wanted, 0.0) + shifted) / number, np.inf)
+            pace = np.minimum(pace, line)
+        return pace

@@ -20,21 +20,24 @@ from services.simulator.policies.synchronous import Colocated, TailBatching
 from services.simulator.processes import Run
 
 Source = str
-"""Where a policy's layout comes from: `homogeneous`, `mixed`, `colocated`, `foresight` (searches), or `uniform`."""
+"""Where a policy's layout comes from: `homogeneous`, `mixed`, `colocated`, `foresight` (searches), `uniform`, or `own`:
+it begins with what it likes, and may plan.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
     """How a policy is made from a layout, and which one it gets."""
 
-    make: Callable[[Layout], Policy]
+    make: Callable[..., Policy]
+    """Called with a layout; with none where the source is `own`."""
     layout: Source
-    variants: tuple[Callable[[Layout], Policy], ...] = ()
+    variants: tuple[Callable[..., Policy], ...] = ()
     """Of a bound: each is run, and the best counts."""
 
 
 POLICIES: Mapping[str, Entry] = {
-    "libra": Entry(Libra, "uniform"),
+    "libra": Entry(Libra, "own"),
     "best-static": Entry(BestStatic, "mixed"),
     "best-homogeneous": Entry(BestHomogeneous, "homogeneous"),
     "static-uniform": Entry(StaticUniform, "uniform"),
@@ -106,5 +109,8 @@ def layouts(chosen: Iterable[str], question: search.Question, run: Run) -> Layou
 def build(name: str, found: Layouts, given: Layout | None = None) -> list[Policy]:
     """A fresh policy with the layout of its source, or the one given; several of a bound."""
     entry = POLICIES[name]
+    makes = entry.variants or (entry.make,)
+    if given is None and entry.layout == "own":
+        return [make() for make in makes]
     layout = given if given is not None else found.by_source[entry.layout]
-    return [make(layout) for make in entry.variants or (entry.make,)]
+    return [make(layout) for make in makes]
