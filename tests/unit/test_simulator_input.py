@@ -1,8 +1,8 @@
 """Bad input to the simulator's commands: one message that says what and where, exit code 2, nothing simulated."""
 
 import dataclasses
-import re
 import json
+import re
 from pathlib import Path
 
 import pytest
