@@ -45,15 +45,6 @@ def shard(lengths: Sequence[int], rank: int, count: int) -> tuple[int, ...]:
     return shards(lengths, count)[rank]
 
 
-def imbalance(lengths: Sequence[int], count: int) -> float:
-    """Heaviest shard over the mean shard, tokens: 1.0 is perfect, `count` means that one replica does it all."""
-    total = sum(lengths)
-    if total == 0:
-        return 1.0
-    heaviest = max(sum(lengths[i] for i in part) for part in shards(lengths, count))
-    return heaviest * count / total
-
-
 @dataclass(frozen=True, slots=True)
 class ShardReport:
     """How evenly sequences lie over replicas."""

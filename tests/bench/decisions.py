@@ -4,9 +4,10 @@
 
 An event is a report coming in: estimator and queue are updated, the decision comes out and is carried out. The mix is
 that of 64 engines in three levels under 20,000 live trajectories of a few turns each: turns with a tool's return, ends
-(eight of them bring the next group), and each engine's load report after every 960 others. Two fleets: `full` has
-places for about half of them, so that the queue is long and aged and stops work past its quantum; `even` has a place
-for each on engines of one kind, so that nothing waits and every turn asks whether a move would pay.
+(eight of them bring the next group), and each engine's load report after every 960 others. Three fleets: `full` has
+places for about half of them, so that the queue is long and aged and stops work past its quantum; `tight` has the same
+and a KV cache that runs full first, so that every turn asks for an estimate; `even` has a place for each on engines of
+one kind, so that nothing waits and every turn asks whether a move would pay.
 
 The reference decides from scratch: all estimates, the view, `cmlfq.decide`. What the driver itself does is not timed.
 """
@@ -31,8 +32,9 @@ TOOLS = ("search", "python", "shell")
 OUTCOMES = ("OK",) * 17 + ("TOOL_ERROR",) * 2 + ("TIMEOUT",)
 SIZES = ("short", "long")
 LOAD_EVERY = 1_024
-FLEETS = {"full": (192, 128, 64), "even": (352,)}
-"""Slots of an engine by level: a quarter of the engines are of higher levels, where there are any."""
+FLEETS = {"full": ((192, 128, 64), 2_500_000), "tight": ((192, 128, 64), 250_000), "even": ((352,), 2_500_000)}
+"""Slots of an engine by level, and the tokens that its KV cache holds: a quarter of the engines are of higher levels,
+where there are any."""
 
 
 class World:
@@ -50,18 +52,20 @@ class World:
         self.turns: dict[str, int] = {}
         self.live = live
         self.serial = self.number = self.seen = 0
+        self.used: Counter[str] = Counter()
+        """KV tokens on each engine when loads were last reported."""
         self.kinds: Counter[str] = Counter()
         self.decided: Counter[str] = Counter()
-        self.engines = [self.place(i, FLEETS[fleet]) for i in range(64)]
+        self.engines = [self.place(i, *FLEETS[fleet]) for i in range(64)]
         for engine in self.engines:
             self.core.engine(engine, 0.0)
         while len(self.core.followed) < live:
             self.carry(self.core.scheduled(self.group(), self.now))
 
-    def place(self, index: int, slots: tuple[int, ...]) -> EngineView:
+    def place(self, index: int, slots: tuple[int, ...], kv: int) -> EngineView:
         level = 0 if index < 48 or len(slots) == 1 else 1 if index < 60 else 2
         rate = 0.03 / 2**level * self.rng.uniform(0.95, 1.05)
-        return EngineView(f"e{index}", "run", level, slots[level], 0, 2_500_000, 0, rate, 20 / rate, True)
+        return EngineView(f"e{index}", "run", level, slots[level], 0, kv, 0, rate, 20 / rate, True)
 
     def group(self) -> list[Followed]:
         self.number += 1
@@ -85,6 +89,10 @@ class World:
     def event(self) -> float:
         """One event; seconds that the core took."""
         self.seen += 1
+        if self.seen % LOAD_EVERY == 0:
+            self.used.clear()
+            for one in self.core.followed.values():
+                self.used[one.engine] += one.tokens
         if self.seen % LOAD_EVERY < len(self.engines):
             return self.load(self.engines[self.seen % LOAD_EVERY])
         while True:
@@ -120,8 +128,10 @@ class World:
 
     def load(self, engine: EngineView) -> float:
         rate = 0.03 / 2**engine.level * self.rng.uniform(0.95, 1.05)
-        used = self.core.queue.tokens_on(engine.name)
-        view = replace(engine, seconds_per_token=rate, prefill_tokens_per_second=20 / rate, kv_used_tokens=used)
+        view = replace(
+            engine, seconds_per_token=rate, prefill_tokens_per_second=20 / rate, reported_at=self.now,
+            kv_used_tokens=self.used[engine.name],
+        )  # fmt: skip
         began = self.clock()
         actions = self.core.engine(view, self.now)
         took = self.clock() - began

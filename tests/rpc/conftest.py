@@ -3,14 +3,18 @@ from pathlib import Path
 import pytest
 
 from services.scheduler.control.queueing import Queueing
-from tests.support.queue_check import same_queue
+from tests.support.queue_check import Reservations, same_queue
 from tests.support.robots import Cluster
 
 
 @pytest.fixture(autouse=True)
 def the_live_queue_is_what_a_rebuild_gives(monkeypatch):
     """Each pass of each scheduler in these tests compares its live queue with one built from the fleet."""
-    decide, wrong = Queueing.decide, []
+    begin, decide, wrong = Queueing.__init__, Queueing.decide, []
+
+    def begun(queueing, *args):
+        begin(queueing, *args)
+        queueing.reservations = Reservations(queueing)
 
     def checked(queueing, change):
         queueing.follow(change)
@@ -21,6 +25,7 @@ def the_live_queue_is_what_a_rebuild_gives(monkeypatch):
             raise
         decide(queueing, change)
 
+    monkeypatch.setattr(Queueing, "__init__", begun)
     monkeypatch.setattr(Queueing, "decide", checked)
     yield
     assert not wrong, wrong[0]

@@ -78,7 +78,6 @@ QUEUED = st.lists(
         admission_number=st.integers(0, 5), priority=st.integers(0, 1), level=st.integers(0, 2),
         waiting_since=st.floats(0, 100), tokens=st.integers(1, 300), generated=st.integers(0, 200),
         estimate_p50=st.floats(0, 500), estimate_p90=st.floats(0, 900), last_engine=st.one_of(st.just(""), NAMES),
-        avoid=st.frozensets(NAMES, max_size=2),
     ),
     unique_by=lambda t: t.name, max_size=20,
 )  # fmt: skip
@@ -113,7 +112,6 @@ def test_laws_of_every_decision(engines, waiting, leased, max_moves, rng):
         item, target = waiting_by_name[name], by_name[place]
         assert target.admitting
         assert target.run == item.run
-        assert place not in item.avoid
         given_to[place] += 1
     for place, count in given_to.items():
         free = by_name[place].concurrency_cap - by_name[place].running
@@ -148,7 +146,7 @@ def test_nothing_eligible_waits_while_an_engine_is_free(engines, waiting):
         if item.name in placed:
             continue
         for place in engines:
-            if not place.admitting or place.run != item.run or place.name in item.avoid:
+            if not place.admitting or place.run != item.run:
                 continue
             used = sum(p == place.name for p in placed.values())
             kept = place.level > item.level and place.concurrency_cap > 1 and 101.0 - item.waiting_since <= 20.0
@@ -294,6 +292,20 @@ def test_a_place_is_kept_for_a_move_under_way():
     under_way = running("t0", preempt_pending=True, target="fast")
     assert preempted(look(engines, [], [under_way, running("t1")])) == []
     assert assigned(look(engines, [queued(level=1)], [under_way])) == {"q0": "e0"}
+
+
+def test_what_is_on_its_way_slows_its_target_and_attracts_no_more():
+    slow = engine("slow", concurrency_cap=16)
+    fast = engine(
+        "fast", level=1, concurrency_cap=16, seconds_per_token=0.005, seconds_per_sequence=0.002, measured_load=1
+    )
+    here = [running(f"t{i}", engine="slow") for i in range(4)]
+    rules = replace(RULES, max_moves=4)
+    assert {p.target_engine for p in preempted(look([slow, fast], leased=here, rules=rules))} == {"fast"}
+    moving = [running(f"m{i}", engine="slow", preempt_pending=True, target="fast") for i in range(8)]
+    assert look([slow, fast], leased=here + moving, rules=rules) == [], "0.021 s a token there, 0.02 s here"
+    elsewhere = [replace(m, target="") for m in moving]
+    assert preempted(look([slow, fast], leased=here + elsewhere, rules=rules)), "that they are many does not keep it"
 
 
 def test_one_free_place_takes_the_one_with_most_to_gain():

@@ -152,7 +152,7 @@ def test_a_new_attempt_starts_anew():
     work = RemainingWork()
     work.observe_turn("run", "g", "t", 0, 500, "calculate", "number", "OK")
     work.observe_turn("run", "g", "t", 0, 20, "calculate", "number", "OK")
-    assert [p.generated for p in work._live["t"].points] == [0, 20]
+    assert [p.generated for p in estimator._points(work._live["t"])] == [0, 20]
 
 
 def test_the_limit_caps_the_estimate():
@@ -179,7 +179,7 @@ def test_memory_is_bounded(monkeypatch):
         assert len(state.nodes) <= 8
         assert len(state.kept) <= 8 + 2
     assert all(len(s) <= 8 for s in work._siblings.values())
-    assert all(len(t.points) <= 8 for t in work._live.values())
+    assert all(len(estimator._points(t)) <= 8 for t in work._live.values())
 
 
 EPISODE = st.lists(

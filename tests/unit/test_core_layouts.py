@@ -221,3 +221,11 @@ def test_room_for_engines_of_one_degree_is_counted_exactly(domains, core, tp, tr
         best = nxt
     exact = max((count for used, count in best.items() if used >= taken), default=-1)
     assert blocks == exact
+
+
+def test_a_layout_that_cannot_keep_up_says_which_side_cannot():
+    judge = Judge(job())
+    engine, trainer = EngineKind("a", 1), TrainerKind("a", 2)
+    assert judge.judged(layout_of({engine: 4})).bound == "training"
+    assert judge.judged(layout_of({trainer: 2})).bound == "rollout"
+    assert judge.judged(layout_of({trainer: 2, engine: 4})).prediction.step_seconds < NEVER_S

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from services.scheduler.core import cmlfq
 from services.scheduler.core.cmlfq import Assign, EngineView, QueuedTrajectory, QueueSettings, RunningTrajectory
-from services.scheduler.core.livequeue import LiveQueue
+from services.scheduler.core.livequeue import AMPLE, LiveQueue
 
 RUNS = ("r", "s")
 ENGINES = [f"e{i}" for i in range(6)]
@@ -40,8 +40,9 @@ class Row:
     target: str = ""
     last: str = ""
     moves: int = 0
-    avoid: frozenset[str] = frozenset()
     reserved: float = 0.0
+    told: float = 0.0
+    """p50 that the live queue was last told."""
 
 
 @dataclass
@@ -50,13 +51,11 @@ class Model:
 
     engines: dict[str, EngineView] = field(default_factory=dict)
     rows: dict[str, Row] = field(default_factory=dict)
-    kv_told: dict[str, int] = field(default_factory=dict)
 
     def view(self, now):
         queued = [
             QueuedTrajectory(
                 r.name, r.run, r.group, r.number, r.priority, r.level, r.since, r.tokens, r.generated, r.p50, r.p90, r.last,
-                r.avoid,
             )
             for r in self.rows.values() if not r.engine
         ]  # fmt: skip
@@ -80,7 +79,8 @@ PLACES = st.builds(
     kv_used_tokens=st.sampled_from([0, 100, 500, 511]),
     seconds_per_token=st.sampled_from([None, 0.0625, 0.03125, 0.015625]),
     prefill_tokens_per_second=st.sampled_from([None, 256.0, 4_096.0]), admitting=st.sampled_from([True, True, False]),
-    seconds_per_sequence=st.sampled_from([None, 0.0, 0.015625, 0.0078125]), measured_load=st.integers(0, 4),
+    seconds_per_sequence=st.sampled_from([None, 0.0, 0.015625, 0.0078125]), measured_load=st.sampled_from([0.0, 0.5, 1.0, 2.25, 4.0]),
+    reported_at=st.integers(0, 2),
 )  # fmt: skip
 RULES = st.builds(
     QueueSettings, quantum_tokens=st.sampled_from([(), (48,), (48, 96)]), max_wait_s=st.sampled_from([2.0, 8.0]),
@@ -100,7 +100,12 @@ class Twins(RuleBasedStateMachine):
         self.live = self.fresh()
 
     def fresh(self):
-        return LiveQueue(self.rules, lambda name: (self.model.rows[name].p50, self.model.rows[name].p90))
+        return LiveQueue(self.rules, self.told)
+
+    def told(self, name):
+        r = self.model.rows[name]
+        r.told = r.p50
+        return r.p50, r.p90
 
     def pick(self, index, leased=None, pending=None):
         rows = [
@@ -121,13 +126,11 @@ class Twins(RuleBasedStateMachine):
         self.tell_engine(place)
 
     def tell_engine(self, place):
-        """A report that says what the one before said of the KV cache is taken for the same one."""
+        """What it says of the KV cache counts once: what left since is not there again if it is told again."""
         self.live.engine(place)
         before = self.model.engines.get(place.name)
-        if before and self.model.kv_told[place.name] == place.kv_used_tokens:
+        if before and before.reported_at == place.reported_at:
             place = replace(place, kv_used_tokens=before.kv_used_tokens)
-        else:
-            self.model.kv_told[place.name] = place.kv_used_tokens
         self.model.engines[place.name] = place
 
     def left(self, r):
@@ -141,11 +144,13 @@ class Twins(RuleBasedStateMachine):
         index=st.integers(0, 5),
         used=st.sampled_from([0, 300, 500, 512, 4_000]),
         rate=st.sampled_from([None, 0.0625, 0.0078125]),
+        new=st.booleans(),
     )
-    def load(self, index, used, rate):
+    def load(self, index, used, rate, new):
         if self.model.engines:
-            name = sorted(self.model.engines)[index % len(self.model.engines)]
-            self.tell_engine(replace(self.model.engines[name], kv_used_tokens=used, seconds_per_token=rate))
+            before = self.model.engines[sorted(self.model.engines)[index % len(self.model.engines)]]
+            at = before.reported_at + new
+            self.tell_engine(replace(before, kv_used_tokens=used, seconds_per_token=rate, reported_at=at))
 
     @rule(name=st.sampled_from(ENGINES))
     def drop(self, name):
@@ -157,21 +162,20 @@ class Twins(RuleBasedStateMachine):
     def tell_queued(self, r):
         self.live.queued(
             r.name, run=r.run, group=r.group, admission_number=r.number, priority=r.priority, level=r.level,
-            waiting_since=r.since, tokens=r.tokens, generated=r.generated, last_engine=r.last, avoid=r.avoid,
+            waiting_since=r.since, tokens=r.tokens, generated=r.generated, last_engine=r.last,
             moves=r.moves,
         )  # fmt: skip
 
     @rule(
         run=st.sampled_from(RUNS), number=st.integers(0, 3), priority=st.integers(0, 1), level=st.integers(0, 2),
         tokens=st.integers(1, 600), back=st.integers(0, 20), p50=QUARTERS, more=QUARTERS, count=st.integers(1, 4),
-        last=st.sampled_from(["", *ENGINES]), avoid=st.sampled_from([frozenset(), frozenset(), frozenset({"e0", "e1"})]),
+        last=st.sampled_from(["", *ENGINES]),
     )  # fmt: skip
-    def queue(self, run, number, priority, level, tokens, back, p50, more, count, last, avoid):
+    def queue(self, run, number, priority, level, tokens, back, p50, more, count, last):
         for _ in range(count):
             self.serial += 1
             r = Row(
                 f"t{self.serial}", run, f"{run}{number}", number, priority, level, tokens, 0, self.now - back, p50, p50 + more, last=last,
-                avoid=avoid,
             )  # fmt: skip
             self.model.rows[r.name] = r
             self.tell_queued(r)
@@ -195,35 +199,35 @@ class Twins(RuleBasedStateMachine):
 
     def lease(self, r, engine, level, base, since):
         r.engine, r.level, r.lease_level, r.since, r.base = engine, level, level, since, base
-        self.reserve(r)
+        r.reserved = self.reservation(r, r.p50)
         self.live.leased(r.name, engine=engine, level=level, since=since, base=base)
 
-    def reserve(self, r):
+    def reservation(self, r, p50):
         place = self.model.engines.get(r.engine)
-        r.reserved = r.tokens + self.rules.kv_growth * r.p50 if place and place.kv_capacity_tokens else 0.0
+        return r.tokens + self.rules.kv_growth * p50 if place and place.kv_capacity_tokens else 0.0
+
+    def turned(self, r, **changes):
+        """Its reservation is made anew, with a fresh estimate if its engine's cache is not ample, or at first."""
+        place = self.model.engines.get(r.engine)
+        kept = sum(max(o.tokens, o.reserved) for o in self.model.rows.values() if o.engine == r.engine)
+        fresh = not r.reserved or kept > AMPLE * (place.kv_capacity_tokens if place else 0)
+        for name, value in changes.items():
+            setattr(r, name, value)
+        r.reserved = self.reservation(r, r.p50 if fresh else r.told)
+        self.live.turned(r.name, generated=r.generated, tokens=r.tokens, in_tool_wait=r.tool)
 
     @rule(index=st.integers(0, 50), more=st.integers(0, 80), tool=st.booleans(), p50=QUARTERS)
     def turn(self, index, more, tool, p50):
         r = self.pick(index, leased=True)
         if r is not None:
-            r.generated, r.tokens, r.tool, r.p50, r.p90 = r.generated + more, r.tokens + more + 3, tool, p50, 2 * p50
-            self.reserve(r)
-            self.live.turned(r.name, generated=r.generated, tokens=r.tokens, in_tool_wait=tool)
+            generated, tokens = r.generated + more, r.tokens + more + 3
+            self.turned(r, generated=generated, tokens=tokens, tool=tool, p50=p50, p90=2 * p50)
 
     @rule(index=st.integers(0, 50), less=st.integers(1, 80))
     def shrink(self, index, less):
         r = self.pick(index, leased=True)
         if r is not None:
-            r.tokens = max(1, r.tokens - less)
-            self.reserve(r)
-            self.live.turned(r.name, generated=r.generated, tokens=r.tokens, in_tool_wait=r.tool)
-
-    @rule(index=st.integers(0, 50), p50=QUARTERS)
-    def tool_returns(self, index, p50):
-        r = self.pick(index)
-        if r is not None:
-            r.tool, r.p50 = False, p50
-            self.live.tool_returned(r.name)
+            self.turned(r, tokens=max(1, r.tokens - less))
 
     @rule(index=st.integers(0, 50), level=st.integers(0, 2), to=st.sampled_from(["", *ENGINES]))
     def preempt_by_hand(self, index, level, to):
@@ -319,7 +323,7 @@ def walk(seed, steps, machine):
             name, rng.choice(runs), rng.choice([0, 0, 1, 2]), rng.choice([1, 2, 4, 8]), 0,
             0 if rng.random() < roomy else rng.choice([512, 2_048, 8_192]), rng.choice([0, 0, 100, 500, 2_010]),
             rng.choice([0.125, 0.03125, 0.015625, 0.0625, None]), rng.choice([None, 256.0, 4_096.0]), rng.random() < 0.9,
-            rng.choice([None, 0.0, 0.015625, 0.0078125]), rng.randrange(4),
+            rng.choice([None, 0.0, 0.015625, 0.0078125]), rng.choice([0.0, 0.5, 1.0, 2.25, 4.0]), rng.randrange(3),
         )  # fmt: skip
 
     def quarters(most):
@@ -333,7 +337,7 @@ def walk(seed, steps, machine):
             m.queue(
                 rng.choice(runs), rng.randrange(4), rng.randrange(2), rng.randrange(2), rng.randint(1, 300),
                 rng.choice([0, 0, 5, 20]), quarters(300), quarters(100), rng.randint(1, 4),
-                rng.choice(["", *ENGINES]), rng.choice([frozenset(), frozenset(), frozenset({"e0", "e1"})]),
+                rng.choice(["", *ENGINES]),
             )  # fmt: skip
         elif kind < 0.4:
             m.turn(i, rng.randrange(40), rng.random() < 0.5, quarters(400))
@@ -348,7 +352,12 @@ def walk(seed, steps, machine):
         elif kind < 0.66:
             m.group_learns(rng.choice(runs), rng.randrange(4), rng.choice([0.5, 0.75, 1.25, 2.0]))
         elif kind < 0.70:
-            m.load(i, rng.choice([0, 300, 500, 511, 2_000, 8_000]), rng.choice([None, 0.0625, 0.0625, 0.0078125]))
+            m.load(
+                i,
+                rng.choice([0, 300, 500, 511, 2_000, 8_000]),
+                rng.choice([None, 0.0625, 0.0625, 0.0078125]),
+                rng.random() < 0.8,
+            )
         elif kind < 0.71:
             m.engine(place(rng.choice(ENGINES)))
         elif kind < 0.715:
@@ -356,7 +365,7 @@ def walk(seed, steps, machine):
         elif kind < 0.73:
             rng.choice([m.lease_by_hand, lambda n, e, *_: m.preempt_by_hand(n, 1, e)])(i, rng.choice(ENGINES), 0, 0)
         elif kind < 0.74:
-            rng.choice([m.tool_returns, m.shrink])(i, rng.randint(1, 80))
+            m.shrink(i, rng.randint(1, 80))
         if kind > 0.7 or machine is Busy:
             decided.update(a.reason.code for a in m.carry_out(rng.choice([1, 1, 1, 1, 2])))
     return decided
@@ -407,6 +416,20 @@ def test_a_turn_that_can_change_nothing_asks_for_no_estimate():
     assert asked == []
 
 
+def test_a_turn_on_an_engine_with_a_bounded_cache_asks_once_more_than_half_of_it_is_kept():
+    live, asked = one_engine(2, kv_capacity_tokens=1_000)
+    wait(live, "a", tokens=100)
+    (action,) = live.decide(0.0)
+    live.leased(action.trajectory, engine=action.engine, level=0, since=0.0)
+    assert asked.count("a") == 1, "the place was chosen by it"
+    for tokens in (200, 300, 460):
+        live.turned("a", generated=tokens, tokens=tokens, in_tool_wait=False)
+    assert asked.count("a") == 1, "460 and 50 to come are known of when the next turn is reported"
+    for tokens in (470, 480):
+        live.turned("a", generated=tokens, tokens=tokens, in_tool_wait=False)
+    assert asked.count("a") == 3
+
+
 def test_estimates_are_held_until_the_own_event_or_a_siblings_end():
     live, asked = one_engine()
     for name in ("a", "b"):
@@ -454,7 +477,7 @@ def test_one_report_of_a_full_cache_stops_only_as_many_as_it_takes():
     for i in range(8):
         wait(live, f"t{i}", admission_number=i, tokens=123)
         live.leased(f"t{i}", engine="e0", level=0, since=0.0)
-    full = EngineView("e0", "r", 0, 8, 8, 1_000, 984, 0.02, 1_000.0, True)
+    full = EngineView("e0", "r", 0, 8, 8, 1_000, 984, 0.02, 1_000.0, True, reported_at=1.0)
     live.engine(full)
     (stop,) = live.decide(1.0)
     assert (stop.trajectory, stop.reason.code) == ("t7", "KV_PRESSURE")
@@ -463,5 +486,5 @@ def test_one_report_of_a_full_cache_stops_only_as_many_as_it_takes():
     assert live.decide(1.0) == []
     live.engine(full)
     assert live.decide(1.1) == [], "the same report again says nothing new"
-    live.engine(replace(full, kv_used_tokens=985))
+    live.engine(replace(full, reported_at=2.0))
     assert [a.trajectory for a in live.decide(2.0)] == ["t6"]

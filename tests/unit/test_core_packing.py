@@ -51,7 +51,7 @@ def test_no_shard_is_heavier_than_another_by_more_than_one_sequence(lengths, cou
     parts = packing.shards(lengths, count)
     loads = [sum(lengths[i] for i in part) for part in parts]
     assert max(loads) - min(loads) <= max(lengths, default=0)
-    assert packing.imbalance(lengths, count) >= 1.0 - 1e-9
+    assert packing.report(lengths, count).imbalance >= 1.0 - 1e-9
 
 
 @given(LENGTHS, st.integers(1, 3_000))
@@ -63,9 +63,9 @@ def test_no_two_micro_batches_would_fit_into_one(lengths, budget):
 
 
 def test_a_perfect_division_has_no_imbalance():
-    assert packing.imbalance([4, 4, 4, 4], 2) == 1.0
-    assert packing.imbalance([10], 4) == 4.0
-    assert packing.imbalance([], 3) == 1.0
+    assert packing.report([4, 4, 4, 4], 2).imbalance == 1.0
+    assert packing.report([10], 4).imbalance == 4.0
+    assert packing.report([], 3).imbalance == 1.0
 
 
 def test_impossible_requests_name_their_numbers():

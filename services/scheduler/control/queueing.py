@@ -2,10 +2,9 @@
 
 What changed is what changes touched (`Ledger.touched`), the groups of which the estimator learnt, runs that were paused
 or resumed, and engines, which are few and compared each time. After a start everything counts as touched, so the queue
-is loaded from the state. `view` builds the same content from scratch, for tests and for a look from outside.
+is loaded from the state.
 """
 
-from collections import Counter
 from dataclasses import dataclass, replace
 
 from services.common import log
@@ -19,9 +18,6 @@ from services.scheduler.core.livequeue import LiveQueue
 from services.scheduler.core.model import Attempt, Replica, Trajectory
 
 _log = log.get(__name__)
-
-PREFILL_SPEEDUP = 20.0
-"""Prefill is taken to be this much faster per token than decoding until it is measured apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +78,7 @@ class Queueing:
             if self._run_states.get(run.name, "ACTIVE") != run.state:
                 touched.update(dict.fromkeys(t.name for t in fleet.trajectories.values() if t.run == run.name))
             self._run_states[run.name] = run.state
-        engines = {view.name: view for view in self._engines(change, Counter())}
+        engines = {view.name: view for view in self._engines(change)}
         for name in self._engines_told - engines.keys():
             self.live.drop_engine(name)
         for view in engines.values():
@@ -129,11 +125,14 @@ class Queueing:
         asked = (item.level, item.prefer) if pending else None
         if asked is not None and asked != told.asked:
             self.live.preempting(item.name, level=item.level, target=item.prefer)
-        elif asked is None and told.asked is not None:
-            # where it was to move is over: a later preemption by somebody else leads nowhere in particular
-            self.live.going_on(item.name)
-            item.level, item.prefer = told.level, ""
-            change.put(item)
+        elif asked is None:
+            if told.asked is not None:
+                self.live.going_on(item.name)
+            if (item.level, item.prefer) != (told.level, ""):
+                # where it was to move is over, perhaps before the queue was told of it: a later preemption by somebody
+                # else leads nowhere in particular
+                item.level, item.prefer = told.level, ""
+                change.put(item)
         self._told[item.name] = replace(told, asked=asked)
 
     def _tell_waits(self, change: Change, item: Trajectory) -> None:
@@ -155,47 +154,8 @@ class Queueing:
         )
         return guess.p50, guess.p90
 
-    def _reserved(self, name: str) -> float:
-        """The live queue's own: it holds for as long as a report does."""
-        return self.live.reserved(name) if name in self.live else 0.0
-
-    # ---- the same from scratch
-
-    def view(self, change: Change) -> cmlfq.QueueView:
-        """What is waiting, running and serving, built from the fleet."""
-        fleet = change.fleet
-        queued, running = [], []
-        pending = {c.subject for c in commands.open_commands(self._ledger, kind="preempt")}
-        for item in fleet.trajectories.values():
-            if item.state not in ("QUEUED", "LEASED"):
-                continue
-            if item.state == "QUEUED" and not self._waits(change, item):
-                continue
-            p50, p90 = self._estimate(item.name)
-            if item.state == "QUEUED":
-                queued.append(
-                    cmlfq.QueuedTrajectory(
-                        name=item.name, run=item.run, group=item.group, admission_number=item.admission_number,
-                        priority=self._priority(change, item), level=item.level,
-                        waiting_since=item.queued_at, tokens=_tokens(item), generated=item.generated_tokens,
-                        estimate_p50=p50, estimate_p90=p90, last_engine=item.prefer or item.replica,
-                        avoid=frozenset(),
-                    )
-                )  # fmt: skip
-            else:
-                running.append(
-                    cmlfq.RunningTrajectory(
-                        name=item.name, run=item.run, engine=item.replica, level=item.level, since=item.leased_at,
-                        generated=item.generated_tokens, quantum_used=item.generated_tokens - item.lease_generated,
-                        in_tool_wait=item.in_tool_wait, estimate_p50=p50, estimate_p90=p90, tokens=_tokens(item),
-                        preempt_pending=item.name in pending, admission_number=item.admission_number,
-                        moves=item.preempted, target=item.prefer, reserved=self._reserved(item.name),
-                    )
-                )  # fmt: skip
-        engines = self._engines(change, Counter(t.engine for t in running))
-        return cmlfq.QueueView(now=change.at, queued=tuple(queued), running=tuple(running), engines=tuple(engines))
-
-    def _engines(self, change: Change, leased: Counter[str]) -> list[cmlfq.EngineView]:
+    def _engines(self, change: Change) -> list[cmlfq.EngineView]:
+        """All that serve, as last reported. What is leased to them the live queue counts itself."""
         fleet = change.fleet
         views = []
         for replica in fleet.live_replicas():
@@ -207,11 +167,12 @@ class Queueing:
             views.append(
                 cmlfq.EngineView(
                     name=replica.name, run=replica.serving_run, level=replica.level,
-                    concurrency_cap=replica.concurrency_cap, running=leased[replica.name],
+                    concurrency_cap=replica.concurrency_cap, running=0,
                     kv_capacity_tokens=rate.kv_capacity if rate else 0, kv_used_tokens=rate.kv_used if rate else 0,
                     seconds_per_token=per_token,
-                    prefill_tokens_per_second=PREFILL_SPEEDUP / per_token if per_token else None,
+                    prefill_tokens_per_second=cmlfq.PREFILL_SPEEDUP / per_token if per_token else None,
                     admitting=self._admitting(change, replica), measured_load=load,
+                    reported_at=rate.at if rate else 0.0,
                     seconds_per_sequence=rate.speed.slope_at(load, per_token) if rate and per_token else None,
                 )
             )  # fmt: skip

@@ -7,12 +7,28 @@ from services.common import log, wire
 from services.scheduler.control import batches, commands
 from services.scheduler.control.ledger import Change, Ledger
 from services.scheduler.core.lifecycle import REPLICA
-from services.scheduler.core.model import Command, Replica, Run, WeightVersion
+from services.scheduler.core.model import Command, Fleet, Replica, Run, WeightVersion
 
 _log = log.get(__name__)
 
 RETRY_SECONDS = 1.0
 SERVING_STATES = ("STARTING", "ACTIVE", "SUSPECT", "CORDONED")
+
+
+class _Work:
+    """Where there is work, as of one pass."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self.runs: set[str] = set()
+        """With trajectories that wait or run."""
+        self.leased: set[tuple[str, str]] = set()
+        """Replica and run of those that run."""
+        for item in fleet.trajectories.values():
+            if item.state == "LEASED":
+                self.leased.add((item.replica, item.run))
+            elif item.state != "QUEUED":
+                continue
+            self.runs.add(item.run)
 
 
 class Weights:
@@ -24,16 +40,15 @@ class Weights:
 
     def advance(self, change: Change) -> None:
         """Tells every engine that should serve something else to prepare it."""
+        work: _Work | None = None
+        loading = {c.subject for c in commands.open_commands(self._ledger) if c.kind in ("load.prepare", "load.switch")}
         for replica in change.fleet.live_replicas():
             if replica.role != "ROLLOUT" or not replica.granted or replica.state not in SERVING_STATES:
                 continue
-            if commands.open_commands(
-                self._ledger, subject=replica.name, kind="load.prepare"
-            ) or commands.open_commands(self._ledger, subject=replica.name, kind="load.switch"):
+            if replica.name in loading or change.at < self._retry_at.get(replica.name, 0.0):
                 continue
-            if change.at < self._retry_at.get(replica.name, 0.0):
-                continue
-            wanted = self.wanted(change, replica)
+            work = work or _Work(change.fleet)
+            wanted = self.wanted(change, replica, work)
             if wanted is None or self.serves(replica, wanted):
                 if replica.state == "SUSPECT" and wanted is not None:
                     change.move(REPLICA, replica, "clear", "LOADED", "serves what it should")
@@ -51,28 +66,27 @@ class Weights:
             version.run, version.lineage, version.number,
         )  # fmt: skip
 
-    def wanted(self, change: Change, replica: Replica) -> WeightVersion | None:
+    def wanted(self, change: Change, replica: Replica, work: _Work) -> WeightVersion | None:
         """The version that the replica should serve now; None if there is nothing to serve."""
-        run = self._run_for(change, replica)
+        run = self._run_for(change, replica, work)
         return None if run is None else newest_usable(change, run)
 
-    def _run_for(self, change: Change, replica: Replica) -> Run | None:
+    @staticmethod
+    def _run_for(change: Change, replica: Replica, work: _Work) -> Run | None:
         fleet = change.fleet
-        busy = {t.run for t in fleet.trajectories.values() if t.state == "LEASED" and t.replica == replica.name}
-        if replica.serving_run in busy:
+        if (replica.name, replica.serving_run) in work.leased:
             return fleet.runs[replica.serving_run]
-        with_work = {t.run for t in fleet.trajectories.values() if t.state in ("QUEUED", "LEASED")}
         candidates = [
             r
             for r in fleet.runs.values()
             if r.state == "ACTIVE"
             and (not replica.runs or r.name in replica.runs)
-            and (r.name in with_work or not r.exhausted)
+            and (r.name in work.runs or not r.exhausted)
         ]
         if not candidates:
             return None
         # work at hand goes before a run that only might get some; then priority, then the older run
-        return min(candidates, key=lambda r: (r.name not in with_work, -r.priority, r.create_time, r.name))
+        return min(candidates, key=lambda r: (r.name not in work.runs, -r.priority, r.create_time, r.name))
 
     def _send(
         self, change: Change, replica: Replica, version: WeightVersion, phase: "wire.LoadPhase.ValueType"

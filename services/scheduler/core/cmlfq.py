@@ -42,6 +42,8 @@ from dataclasses import dataclass, field
 from services.scheduler.core import verdicts
 from services.scheduler.core.verdicts import Assign, Preempt
 
+PREFILL_SPEEDUP = 20.0
+"""Prefill is taken to be so much faster per token than decoding, by whoever has no measurement of it."""
 LOOK_AT = 4
 """Of so many moves for each that may be made, those that gain most are made: not all of thousands are compared."""
 
@@ -90,7 +92,6 @@ class QueuedTrajectory:
     estimate_p90: float
     last_engine: str
     """Preferred if it has room: its target, or where its prefix may still be cached."""
-    avoid: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +130,7 @@ class EngineView:
     running: int
     kv_capacity_tokens: int
     kv_used_tokens: int
-    """As last reported, less what has left since."""
+    """As reported at `reported_at`, less what has left since."""
     seconds_per_token: float | None
     prefill_tokens_per_second: float | None
     admitting: bool
@@ -137,6 +138,8 @@ class EngineView:
     """What each further sequence adds to `seconds_per_token`, if known; that was measured at ..."""
     measured_load: float = 0.0
     """... so many."""
+    reported_at: float = 0.0
+    """Tells one report from the next: numbers of the same one say nothing new."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,10 +274,7 @@ def _engine_for(
     able = [
         e
         for e in engines.values()
-        if e.admitting
-        and e.run == item.run
-        and e.name not in item.avoid
-        and room.fits(e, item.tokens, item.estimate_p50, settings, reserve(e))
+        if e.admitting and e.run == item.run and room.fits(e, item.tokens, item.estimate_p50, settings, reserve(e))
     ]
     if not able:
         return None
@@ -330,7 +330,6 @@ def _kept_for(item: QueuedTrajectory, engines: Mapping[str, EngineView]) -> Engi
         for e in engines.values()
         if e.admitting
         and e.run == item.run
-        and e.name not in item.avoid
         and e.concurrency_cap > 0
         and (not e.kv_capacity_tokens or item.tokens <= e.kv_capacity_tokens)
     ]
@@ -453,7 +452,6 @@ def _for_starving(
             and t.run == run
             and t.engine in engines
             and engines[t.engine].admitting
-            and t.engine not in item.avoid
             and view.now - t.since > settings.max_wait_s
             and past_quantum(t.level, t.quantum_used, settings)
         ]

@@ -52,7 +52,6 @@ class StepHistory:
     """The last steps. One writer."""
 
     samples: list[StepSample] = field(default_factory=list)
-    shifts: int = 0
     since_shift: int = FRESH
     """Steps since the last one; at least FRESH without one."""
     _deviations: list[float] = field(default_factory=lambda: [FIRST_DEVIATION, FIRST_DEVIATION])
@@ -70,7 +69,6 @@ class StepHistory:
         jumped = any(o > max(SHIFT_LEAST, SHIFT_DEVIATIONS * d) for o, d in zip(off, self._deviations, strict=True))
         if jumped:
             self.samples = [sample]
-            self.shifts += 1
             self.since_shift = 0
             return True
         self._deviations = [d + DEVIATION_WEIGHT * (o - d) for o, d in zip(off, self._deviations, strict=True)]

@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate
-from typing import Literal, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -54,6 +54,8 @@ RECENT_TOTALS = 512
 """Ends that make up a run's recent distribution."""
 CONTEXT = 3
 """Most tool returns in a context."""
+SYMBOL_MASK = (1 << SYMBOL_BITS) - 1
+RETURNS_MASK = (1 << CONTEXT * SYMBOL_BITS) - 1
 HALF_LIFE_ENDS = 512.0
 """Ends of the run after which a sample counts half: follows drift."""
 FLOOR = 3.0
@@ -92,23 +94,20 @@ class Estimate:
     source: Source
 
 
-@dataclass(slots=True)
-class _Point:
+class _Point(NamedTuple):
     """A turn's end, as it was known then."""
 
     generated: int
     turns: int
-    returns: tuple[int, ...]
-    """The last ones, by their numbers."""
+    returns: int
+    """The last CONTEXT ones by their numbers, the newest in the lowest SYMBOL_BITS; 0 is none."""
     siblings: int
     """Siblings finished by then."""
 
 
-@dataclass(slots=True)
-class _Live:
-    run: str
-    group: str
-    points: list[_Point]
+_Course = array
+"""Points of one trajectory, number after number: there are many, and they lie outside any cache when they are read."""
+FIELDS = len(_Point._fields)
 
 
 @dataclass(slots=True)
@@ -272,12 +271,12 @@ class RemainingWork:
     def __init__(self) -> None:
         self._runs: OrderedDict[str, _Run] = OrderedDict()
         self._siblings: OrderedDict[str, list[float]] = OrderedDict()
-        self._live: OrderedDict[str, _Live] = OrderedDict()
+        self._live: OrderedDict[str, _Course[int]] = OrderedDict()
         self._symbols: dict[ToolReturn, int] = {}
 
     def observe_turn(
         self,
-        run: str,
+        run: str,  # noqa: ARG002 - as of the other calls: who asks names the run
         group: str,
         trajectory: str,
         turn: int,
@@ -289,22 +288,21 @@ class RemainingWork:
         """A turn ended with a tool's return (empty strings if it called none). `turn` counts from 0;
         `generated_total` is the attempt's. A total below the last one begins a new attempt.
         """
-        live = self._live.get(trajectory) or self._of(run, group, trajectory)
-        if generated_total < live.points[-1].generated or turn + 1 < live.points[-1].turns:
-            live.points = [self._start(group)]
+        course = self._live.get(trajectory) or self._of(group, trajectory)
+        if generated_total < course[-4] or turn + 1 < course[-3]:
+            course = self._live[trajectory] = self._start(group)
         self._live.move_to_end(trajectory)
-        last = live.points[-1]
-        returns = last.returns
+        returns = course[-2]
         if tool:
-            returns = (*returns[1 - CONTEXT :], self._symbol((tool, payload_class, outcome)))
-        point = _Point(generated_total, turn + 1, returns, len(self._siblings.get(group, ())))
-        if turn + 1 == last.turns:
-            live.points[-1] = point  # a second tool call of the same turn
-        else:
-            live.points.append(point)
-        if len(live.points) > MAX_TURNS_KEPT:
+            returns = (returns << SYMBOL_BITS | self._symbol((tool, payload_class, outcome))) & RETURNS_MASK
+        if turn + 1 == course[-3]:
+            del course[-FIELDS:]  # a second tool call of the same turn
+        course.extend((generated_total, turn + 1, returns, len(self._siblings.get(group, ()))))
+        if len(course) > FIELDS * MAX_TURNS_KEPT:
             # every other one goes, first and newest stay: a very long episode still teaches about all of its course
-            live.points = [*live.points[:-1:2], live.points[-1]]
+            points = _points(course)
+            kept = [*points[:-1:2], points[-1]]
+            self._live[trajectory] = array("q", [number for point in kept for number in point])
 
     def _symbol(self, answer: ToolReturn) -> int:
         """A number for a kind of tool return, from 1."""
@@ -317,20 +315,20 @@ class RemainingWork:
 
     def observe_end(self, run: str, group: str, trajectory: str, generated_total: int) -> None:
         """The episode ended by itself, with so many generated tokens in all. Learns from it and forgets it."""
-        live = self._of(run, group, trajectory)
+        numbers = self._of(group, trajectory).tolist()
         state = self._run(run)
         state.refresh()
-        tested = live.points[state.ends % len(live.points)]
+        at = state.ends % (len(numbers) // FIELDS) * FIELDS
+        tested = _Point(*numbers[at : at + FIELDS])
         self._measure(state, group, tested, generated_total - tested.generated)
         state.ends += 1
         if state.ends - state.base > REBASE * HALF_LIFE_ENDS:
             state.base = state.ends
         nodes, base = state.nodes, state.base
         weight = math.exp2((state.ends - base) / HALF_LIFE_ENDS)
-        for point in live.points:
-            remaining = max(0.0, generated_total - point.generated)
-            at = bin_of(remaining)
-            for key in _keys(point.turns, point.generated, point.returns):
+        for generated, turns, returns in zip(numbers[::FIELDS], numbers[1::FIELDS], numbers[2::FIELDS], strict=True):
+            at = bin_of(generated_total - generated)
+            for key in _keys(turns, generated, returns):
                 node = nodes.get(key)
                 if node is None:
                     node = nodes[key] = _Node(base)
@@ -365,15 +363,14 @@ class RemainingWork:
         """Quantiles of the tokens still to be generated. A trajectory never seen before is estimated from its turns
         and tokens. `at_most` is what its limits leave.
         """
-        live = self._live.get(trajectory)
+        course = self._live.get(trajectory)
         siblings = len(self._siblings.get(group, ()))
-        point = _Point(generated_so_far, turns, (), siblings)
+        point = _Point(generated_so_far, turns, 0, siblings)
         passed = 0.0
-        if live is not None and live.points[-1].turns == turns and live.points[-1].generated <= generated_so_far:
+        if course is not None and course[-3] == turns and course[-4] <= generated_so_far:
             # within a turn: the tree speaks of the turn's start, and we know that it went on since
-            last = live.points[-1]
-            point = _Point(last.generated, turns, last.returns, siblings)
-            passed = generated_so_far - last.generated
+            point = _Point(course[-4], turns, course[-2], siblings)
+            passed = generated_so_far - point.generated
         state = self._run(run)
         state.refresh()
         key = (group if siblings else "", siblings, point.generated, turns, point.returns, passed)
@@ -447,11 +444,11 @@ class RemainingWork:
             if worth.used:
                 mixed = finer
 
-    def _of(self, run: str, group: str, trajectory: str) -> _Live:
-        return _recent(self._live, trajectory, MAX_LIVE, lambda: _Live(run, group, [self._start(group)]))
+    def _of(self, group: str, trajectory: str) -> "_Course[int]":
+        return _recent(self._live, trajectory, MAX_LIVE, lambda: self._start(group))
 
-    def _start(self, group: str) -> _Point:
-        return _Point(0, 0, (), len(self._siblings.get(group, ())))
+    def _start(self, group: str) -> "_Course[int]":
+        return array("q", (0, 0, 0, len(self._siblings.get(group, ()))))
 
     def _run(self, run: str) -> _Run:
         return _recent(self._runs, run, MAX_RUNS, _Run)
@@ -472,19 +469,21 @@ def _recent(cache: OrderedDict[str, V], key: str, bound: int, make: Callable[[],
     return value
 
 
-def _keys(turns: int, generated: int, returns: tuple[int, ...]) -> list[int]:
+def _points(course: "_Course[int]") -> list[_Point]:
+    numbers = course.tolist()
+    return [_Point(*numbers[i : i + FIELDS]) for i in range(0, len(numbers), FIELDS)]
+
+
+def _keys(turns: int, generated: int, returns: int) -> list[int]:
     """Cells from coarse to fine: the turn and the octave of tokens, then contexts of 1, 2, 3 returns at this turn."""
     at = turns if turns <= 16 else 16 + turns.bit_length()
-    octave = generated.bit_length()
-    keys = [(at << 6 | (min(63, octave))) << 2]
-    context = at
-    if len(returns) == CONTEXT == 3:  # the usual case, unrolled
-        one = at << SYMBOL_BITS | returns[2]
-        two = one << SYMBOL_BITS | returns[1]
-        return [keys[0], one << 2 | 1, two << 2 | 2, (two << SYMBOL_BITS | returns[0]) << 2 | 3]
-    for depth in range(1, len(returns) + 1):
-        context = context << SYMBOL_BITS | returns[-depth]
-        keys.append(context << 2 | depth)
+    keys = [(at << 6 | min(63, generated.bit_length())) << 2]
+    depth = 1
+    while returns:
+        at = at << SYMBOL_BITS | returns & SYMBOL_MASK
+        keys.append(at << 2 | depth)
+        returns >>= SYMBOL_BITS
+        depth += 1
     return keys
 
 

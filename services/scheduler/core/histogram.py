@@ -3,7 +3,7 @@
 A bin is a quarter of an octave (a factor of 1.19), so a quantile read from one is right within about a tenth.
 """
 
-import math
+from bisect import bisect_right
 from collections.abc import Sequence
 
 import numpy as np
@@ -19,12 +19,13 @@ BINS = 1 + BINS_PER_OCTAVE * OCTAVES
 """Bin 0 is [0, 1); bin i > 0 is [2**((i - 1) / 4), 2**(i / 4))."""
 
 EDGES: Floats = np.concatenate(([0.0], np.exp2(np.arange(BINS) / BINS_PER_OCTAVE)))
+_LOWER: list[float] = EDGES[:-1].tolist()
 MIDDLES: Floats = np.concatenate(([0.0], np.sqrt(EDGES[1:-1] * EDGES[2:])))
 
 
 def bin_of(tokens: float) -> int:
     """Bin of a token count."""
-    return 0 if tokens < 1 else min(BINS - 1, 1 + int(BINS_PER_OCTAVE * math.log2(tokens)))
+    return 0 if tokens < 1 else bisect_right(_LOWER, tokens) - 1
 
 
 def of_samples(tokens: Floats, weights: Floats) -> Floats:

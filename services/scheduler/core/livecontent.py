@@ -37,6 +37,8 @@ class Content:
         self._starving: dict[str, Run] = {}
         self._to_assign: dict[str, Run] = {}
         self._to_move: dict[str, Run] = {}
+        self._known_free: dict[str, float] = {}
+        """KV tokens free on engines, in the pass over a run's queue that is being made."""
         self._given: dict[str, Engine] = {}
         """Engines that the decision being made has given something."""
 
@@ -45,10 +47,6 @@ class Content:
 
     def __contains__(self, name: str) -> bool:
         return name in self._items
-
-    def tokens_on(self, engine: str) -> int:
-        """Tokens of all that is leased to an engine."""
-        return self._engines[engine].tokens
 
     def reserved(self, name: str) -> float:
         """KV tokens that the lease of a trajectory keeps room for."""

@@ -10,11 +10,13 @@ a move. Until then only these can change that, and only for what they touch:
     an engine slower or fuller than before                                            moves away from it
     the last one placed: the drain phase begins                                       all moves of the run
 
-So a turn of one that has nowhere to go costs two comparisons. What waits lies in lanes (one a level, one for those that
+So a turn of one that has nowhere to go decides nothing. What waits lies in lanes (one a level, one for those that
 waited too long) of buckets of equal rank; a lane is passed over at once if no engine has a slot for its level, or if
 the least KV room that one of it needs is more than any engine has.
 
-Estimates are asked for when a decision needs them and held until the trajectory's own next event or `group_learnt`.
+Estimates are asked for when a decision needs them and held until the trajectory's own next event or `group_learnt`. A
+turn asks for one itself only where more than AMPLE of the engine's KV cache is kept for what is leased there: what is
+kept for this one follows from it. Elsewhere what it was last expected to generate will do.
 One writer; no clock: `now` never falls. An action that is not carried out is decided again.
 """
 
@@ -29,9 +31,11 @@ from services.scheduler.core.moving import Moving
 from services.scheduler.core.placing import Placing
 from services.scheduler.core.verdicts import Assign, Preempt
 
-NO_ONE: frozenset[str] = frozenset()
 RATE_STEP = 0.04
 """Measured rates waver; a change below this share is none."""
+AMPLE = 0.5
+"""Share of a KV cache that may be spoken for before every turn there asks for an estimate: until then room would be
+misjudged only if estimates were too low by half on the whole."""
 
 
 def _close(new: float | None, old: float | None) -> bool:
@@ -88,7 +92,7 @@ class LiveQueue(Placing, Moving):
         run = engine.run
         self._leave(engine)
         engine.run, engine.seconds_per_token, engine.kv_used, engine.foreign = None, None, 0, len(engine.running)
-        engine.kv_told = -1
+        engine.reported_at = -math.inf
         self._rates[engine.index] = np.nan
         self._hot.pop(name, None)
         self._all(run.name)
@@ -114,9 +118,9 @@ class LiveQueue(Placing, Moving):
     def _loads(self, engine: Engine, view: EngineView) -> None:
         """Its measurements. A rate within RATE_STEP of the one decided with counts as the same."""
         eased = False
-        if view.kv_used_tokens != engine.kv_told:
+        if view.reported_at != engine.reported_at:
             eased = view.kv_used_tokens < engine.kv_used
-            engine.kv_told = engine.kv_used = view.kv_used_tokens
+            engine.kv_used, engine.reported_at = view.kv_used_tokens, view.reported_at
         self._heat(engine)
         if not _same_speed(view, engine):
             engine.seconds_per_token, engine.prefill = view.seconds_per_token, view.prefill_tokens_per_second
@@ -167,7 +171,6 @@ class LiveQueue(Placing, Moving):
         tokens: int,
         generated: int,
         last_engine: str = "",
-        avoid: frozenset[str] = NO_ONE,
         moves: int = 0,
     ) -> None:
         """It waits: new, or back from a lease with what it generated."""
@@ -184,7 +187,7 @@ class LiveQueue(Placing, Moving):
             self._detach(item)
         item.admission_number, item.priority, item.level = admission_number, priority, level
         item.tokens, item.generated, item.known = tokens, generated, False
-        item.waiting_since, item.last_engine, item.avoid, item.moves = waiting_since, last_engine, avoid, moves
+        item.waiting_since, item.last_engine, item.moves = waiting_since, last_engine, moves
         mine = item.run
         mine.waiting += 1
         mine.lane(level).add(item, (-priority, admission_number))
@@ -224,15 +227,13 @@ class LiveQueue(Placing, Moving):
         place = item.place
         if place is None:
             raise ValueError(f"{name} is not leased")
-        more = tokens - item.tokens
-        place.tokens += more
-        before = item.charge
-        item.tokens, item.generated, item.in_tool_wait = tokens, generated, in_tool_wait
-        item.known = False
-        item.reserved = self._reservation(item, place)
+        run, before, more = item.run, item.charge, tokens - item.tokens
+        item.tokens, item.generated, item.in_tool_wait, item.known = tokens, generated, in_tool_wait, False
+        if place.kv_capacity or item.reserved:
+            item.reserved = self._reservation(item, place)
         grown = item.charge - before
+        place.tokens += more
         place.charged += grown
-        run = item.run
         if item.preempt_pending:
             place.going += more
             if item.target:
@@ -248,18 +249,6 @@ class LiveQueue(Placing, Moving):
             self._to_move[run.name] = run
         if more < 0 or grown < 0:
             self._room(place)
-
-    def tool_returned(self, name: str) -> None:
-        """It generates again."""
-        item = self._items[name]
-        item.in_tool_wait, item.known = False, False
-        if item.place is not None:
-            item.run.table.touch(item)
-            self._may_move(item)
-            if item.preempt_pending and item.target:
-                self._moved_need(item)
-        elif item.lane is not None:
-            self._renew(item)
 
     def preempting(self, name: str, *, level: int, target: str = "") -> None:
         """It was asked to stop, to queue in `level` with `target` in mind; it runs until it is queued again."""
@@ -323,10 +312,13 @@ class LiveQueue(Placing, Moving):
     # ---- parts of events
 
     def _reservation(self, item: Item, place: Engine) -> float:
-        """What its context will be on average while it is there, as of its last report."""
+        """KV tokens that its lease keeps room for from now on: what it has, and `kv_growth` of what it is expected to
+        generate. Expected when it was last asked about, where at most AMPLE of the cache is kept for anyone.
+        """
         if place.run is None or not place.kv_capacity:
             return 0.0
-        if not item.known:
+        scarce = place.charged > AMPLE * place.kv_capacity
+        if not item.known and (scarce or not item.reserved):
             self._ask(item)
         return item.tokens + self._settings.kv_growth * item.estimate_p50
 
@@ -427,14 +419,15 @@ class LiveQueue(Placing, Moving):
             self._ripening and not now - self._ripening[0][0] < settings.min_lease_s
         ):
             self._pass_time(now)
-        if not (self._to_assign or self._to_move or self._starving or self._hot):
-            return []
+        if not (self._to_assign or self._to_move or self._hot):
+            if not any(self._may_make_way(run, now) for run in self._starving.values()):
+                return []
         assigns = self._assigns(now) if self._to_assign else []
         preempts: list[Preempt] = []
         most = settings.max_moves
         if most:
             stopped: dict[str, Item] = {}
-            if any(not r.pending for r in self._starving.values()):
+            if self._starving:
                 preempts += self._ways_made(now, stopped)
             if self._hot and len(preempts) < most:
                 preempts += self._pressed(most - len(preempts), stopped)
@@ -478,7 +471,7 @@ class LiveQueue(Placing, Moving):
                 queued.append(
                     QueuedTrajectory(
                         i.name, i.run.name, i.group, i.admission_number, i.priority, i.level, i.waiting_since, i.tokens,
-                        i.generated, i.estimate_p50, i.estimate_p90, i.last_engine, i.avoid,
+                        i.generated, i.estimate_p50, i.estimate_p90, i.last_engine,
                     )
                 )  # fmt: skip
             else:
@@ -493,6 +486,7 @@ class LiveQueue(Placing, Moving):
             EngineView(
                 e.name, e.run.name, e.level, e.cap, len(e.running), e.kv_capacity, e.kv_used, e.seconds_per_token,
                 e.prefill, e.admitting, e.seconds_per_sequence, e.measured_load,
+                e.reported_at,
             )
             for e in self._engines.values() if e.run is not None
         ]  # fmt: skip

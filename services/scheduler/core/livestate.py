@@ -33,7 +33,6 @@ class Item:
     # while it waits
     waiting_since: float = 0.0
     last_engine: str = ""
-    avoid: frozenset[str] = frozenset()
     lane: "Lane | None" = None
     key: Key = ()
     entry: int = 0
@@ -89,9 +88,8 @@ class Engine:
     cap: int = 0
     kv_capacity: int = 0
     kv_used: int = 0
-    """As last reported, less what left since: what was stopped must not be stopped for again."""
-    kv_told: int = -1
-    """As last reported."""
+    """As reported then, less what left since: what was stopped must not be stopped for again."""
+    reported_at: float = -math.inf
     seconds_per_token: float | None = None
     seconds_per_sequence: float | None = None
     measured_load: float = 0.0
@@ -132,6 +130,8 @@ class Engine:
     @property
     def joined(self) -> float:
         """Seconds per token once one more has joined what is there and on its way; the rate is known."""
+        if not self.seconds_per_sequence:
+            return self.seconds_per_token or 0.0
         return pace(self.seconds_per_token or 0.0, self.seconds_per_sequence, self.load + 1 - self.measured_load)
 
     def holds(self, tokens: int) -> bool:
@@ -274,8 +274,8 @@ class Bounds:
             share = (engine.load + 1) / engine.cap
             self.emptiest = min(self.emptiest, share)
             here, there = engine.joined, engine.prefill or math.inf
-            if engine.seconds_per_sequence is not None:
-                self.fastest = min(self.fastest, here)
+            if here < self.fastest and engine.seconds_per_sequence is not None:
+                self.fastest = here
             fastest, prefill = best.get(engine.level, (math.inf, 0.0))
             if here < fastest or there > prefill:
                 best[engine.level] = (min(here, fastest), max(there, prefill))

@@ -21,9 +21,9 @@ class Moving(Content):
         found: list[tuple[tuple[object, ...], Preempt]] = []
         for run in self._starving.values():
             item = run.head
-            if run.pending or item is None or (run.no_victim and not now - run.young_since > self._settings.max_wait_s):
+            if item is None or not self._may_make_way(run, now):
                 continue
-            victim = self._victim(run, item, now)
+            victim = self._victim(run, now)
             if victim is not None:
                 if not item.known:
                     self._ask(item)
@@ -33,12 +33,16 @@ class Moving(Content):
         found.sort(key=lambda f: f[0])
         return [preempt for _, preempt in found]
 
-    def _victim(self, run: Run, item: Item, now: float) -> Item | None:
+    def _may_make_way(self, run: Run, now: float) -> bool:
+        """No one is asked to already, and one may be that was not when last looked."""
+        return not run.pending and not (run.no_victim and not now - run.young_since > self._settings.max_wait_s)
+
+    def _victim(self, run: Run, now: float) -> Item | None:
         best: Item | None = None
         run.no_victim, run.young_since = True, math.inf
         for one in run.spent.values():
             place = one.place
-            if place is None or place.run is None or not place.admitting or place.name in item.avoid:
+            if place is None or place.run is None or not place.admitting:
                 continue
             if not now - one.since > self._settings.max_wait_s:
                 run.young_since = min(run.young_since, one.since)
@@ -108,7 +112,7 @@ class Moving(Content):
             if best is not None and self._hopes(item, source, best):
                 if any(self._leads(source, t, draining) and self._pays(item, source, t) for t in bounds.places):
                     return True
-        changed = [e for e in bounds.places if e.name in run.targets]
+        changed = [e for e in bounds.places if e.name in run.targets] if run.targets else []
         if draining and run.emptied:
             mixed = any(e.foreign for e in self._engines.values())
             everyone = (self._engines if mixed else run.engines).values()

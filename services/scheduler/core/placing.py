@@ -37,6 +37,7 @@ class Placing(Content):
         run.kept = run.head = None
         if kept is not None:
             kept.held = False
+        self._known_free.clear()
         if run.waiting:
             places = list(run.roomy.values())
             if run.aged.count:
@@ -124,7 +125,9 @@ class Placing(Content):
             spare = 0 if level is None else reserved(place.level, place.cap, level, False, self._settings)
             if place.load >= place.cap - spare:
                 continue
-            free = self._free(place)
+            free = self._known_free.get(place.name)
+            if free is None:
+                free = self._known_free[place.name] = self._free(place)
             if free > 0.25 * place.kv_capacity:  # so much that looking at each costs less than bounding it
                 return math.inf if lane.count else -1.0
             most = max(most, free)
@@ -141,6 +144,7 @@ class Placing(Content):
         found: list[tuple[tuple[object, ...], Assign]],
     ) -> None:
         self._take(place, item)
+        self._known_free.pop(place.name, None)
         if place.load >= place.cap:
             places.remove(place)
         item.proposed = place.name
@@ -168,14 +172,12 @@ class Placing(Content):
         if not item.known:
             self._ask(item)
         able: list[tuple[Engine, bool, float | None]] = []
-        soonest = math.inf
+        soonest, last = math.inf, item.last_engine
         for place in places:
-            if place.name in item.avoid:
-                continue
             spare = reserved(place.level, place.cap, level, aged, self._settings) if place.level > level else 0
             if not self._fits(place, item, spare):
                 continue
-            again = place.name == item.last_engine and not place.load > 0.9 * place.cap
+            again = place.name == last and not place.load > 0.9 * place.cap
             finish = self._finish(item, place, again)
             able.append((place, again, finish))
             if finish is not None and finish < soonest:
@@ -210,6 +212,6 @@ class Placing(Content):
             least = min((e.kv_capacity for e in some if e.kv_capacity), default=sys.maxsize)
             run.keepers = (sorted(e.name for e in some), least)
         able, least = run.keepers
-        if item.avoid or item.tokens > least:
-            able = [n for n in able if n not in item.avoid and self._engines[n].holds(item.tokens)]
+        if item.tokens > least:
+            able = [n for n in able if self._engines[n].holds(item.tokens)]
         return self._engines[able[item.hashed % len(able)]] if able else None

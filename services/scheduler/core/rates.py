@@ -13,13 +13,12 @@ better than what was.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+import statistics
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
-
-from services.scheduler.core.costmodel import Mean
 
 Floats = NDArray[np.float64]
 
@@ -239,7 +238,6 @@ class Errors:
     """Predicted against observed: the last ERRORS relative errors."""
 
     last: list[float] = field(default_factory=list)
-    mean: Mean = field(default_factory=Mean)
 
     def add(self, predicted: float, observed: float) -> None:
         """One pair; what is not finite or not positive is left out, as is an error beyond all numbers."""
@@ -249,17 +247,8 @@ class Errors:
         if not math.isfinite(error):
             return
         self.last = [*self.last[-(ERRORS - 1) :], error]
-        self.mean.add(error)
 
     @property
     def median(self) -> float | None:
         """None before the first."""
-        return _median(self.last)
-
-
-def _median(values: Iterable[float]) -> float | None:
-    ordered = sorted(values)
-    if not ordered:
-        return None
-    middle = len(ordered) // 2
-    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+        return statistics.median(self.last) if self.last else None

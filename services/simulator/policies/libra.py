@@ -23,8 +23,6 @@ from services.simulator.trajectory import NOWHERE, Trajectory
 RUN = "run"
 CYCLE_S = 2.0
 REPORT_S = 1.0
-PREFILL_SPEEDUP = 20.0
-"""As in the scheduler: prefill is taken to be so much faster than decoding, until it is reported."""
 SETTINGS = cmlfq.QueueSettings(
     quantum_tokens=(2_048, 8_192),
     max_wait_s=600.0,
@@ -215,7 +213,7 @@ class Libra(Policy):
             name = str(engine.index)
             if engine.alive:
                 speed = self._speeds.setdefault(name, Occupancy(LONG))
-                self.live.engine(_engine(engine, levels[engine.tp], speed))
+                self.live.engine(_engine(engine, levels[engine.tp], speed, view.now))
             elif self._speeds.pop(name, None) is not None:
                 self.live.drop_engine(name)
 
@@ -225,14 +223,14 @@ class Libra(Policy):
         return guess.p50, guess.p90
 
 
-def _engine(engine: EngineState, level: int, speed: Occupancy) -> cmlfq.EngineView:
+def _engine(engine: EngineState, level: int, speed: Occupancy, now: float) -> cmlfq.EngineView:
     rate = engine.seconds_per_token or None
     if rate is not None:
         speed.add(engine.running * REPORT_S, engine.running * REPORT_S / rate, REPORT_S)
     return cmlfq.EngineView(
         name=str(engine.index), run=RUN, level=level, concurrency_cap=engine.max_running, running=engine.assigned,
         kv_capacity_tokens=engine.kv_capacity, kv_used_tokens=math.ceil(engine.context),
-        seconds_per_token=rate, prefill_tokens_per_second=PREFILL_SPEEDUP / rate if rate else None,
-        admitting=engine.admitting, measured_load=engine.running,
+        seconds_per_token=rate, prefill_tokens_per_second=cmlfq.PREFILL_SPEEDUP / rate if rate else None,
+        admitting=engine.admitting, measured_load=engine.running, reported_at=now,
         seconds_per_sequence=speed.slope_at(engine.running, rate) if rate is not None else None,
     )  # fmt: skip
