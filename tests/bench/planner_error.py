@@ -1,64 +1,37 @@
 """Prints what the planner predicts of a layout beside what the event simulation makes of it.
 
-    python -m tests.bench.planner_error [--profiles a100-modelled a800-paper] [--mean 5400] [--steps 7]
+    python -m tests.bench.planner_error [--profiles a100-modelled a800-paper] [--mean 5400] [--steps 9]
 
-48 accelerators, Qwen3-14B, 512 trajectories a step, K = 1, least-loaded routing that leases no more to an engine than
-the plan's concurrency cap. Seconds of a step from the third on; the demand is what the workload's generator draws. Not
-a test: it asserts only that all steps were taken.
+48 accelerators, Qwen3-14B, 512 trajectories a step, K = 1, our own queue on a layout that stays. Seconds of a step from
+the third on; the demand is what the workload's generator draws. Not a test: it asserts only that all steps were taken.
 """
 
 import argparse
 import statistics
-from collections.abc import Iterable
 
 import numpy as np
 
 from services.scheduler.core.demand import Demand, demand_of
-from services.scheduler.core.layouts import Job, Judge, Judged
+from services.scheduler.core.layouts import Job, Judge
 from services.scheduler.core.rates import EngineKind, TrainerKind
 from services.scheduler.core.topology import layout_of
 from services.simulator import priors, profiles
 from services.simulator.cluster import Cluster
-from services.simulator.engine import EngineState
 from services.simulator.layout import ClusterSpec, Layout
 from services.simulator.parametric import CAP_TOKENS, Parametric
-from services.simulator.policies.base import Assign, Policy, View, least_loaded
+from services.simulator.policies.libra import Libra
 from services.simulator.steptimes import ModelledEngine
 from services.simulator.trainingtimes import ModelledTraining
-from services.simulator.trajectory import NOWHERE, Trajectory
 
 LAYOUTS = (
     Layout((1,) * 24, 24), Layout((2,) * 12, 24), Layout((4,) * 6, 24), Layout((8,) * 3, 24), Layout((4,) * 4, 32),
-    Layout((4,) * 7, 20), Layout((4,) * 8, 16), Layout((8,) * 4, 16), Layout((2,) * 8 + (8,), 24),
+    Layout((4,) * 7, 20), Layout((4,) * 8, 16), Layout((8,) * 4, 16), Layout((8,) * 2, 32), Layout((2,) * 8 + (8,), 24),
 )  # fmt: skip
 REPLICA = 4
 FIRST = 2
+CYCLE_S = 5.0
 PILOT = 4
 """Steps that the demand is drawn from."""
-
-
-class Capped(Policy):
-    """Least-loaded, with at most so many trajectories leased to an engine of each degree."""
-
-    def __init__(self, layout: Layout, caps: dict[int, int]) -> None:
-        super().__init__(layout)
-        self._caps = caps
-
-    def place(self, view: View, trajectory: Trajectory) -> int:
-        """NOWHERE where all are full."""
-        del trajectory
-        return least_loaded(self._open(view))
-
-    def admit(self, view: View) -> Iterable[Assign]:
-        """In the order of queueing."""
-        for trajectory in list(view.queued.values()):
-            engine = least_loaded(self._open(view))
-            if engine == NOWHERE:
-                return
-            yield Assign(trajectory, engine)
-
-    def _open(self, view: View) -> list[EngineState]:
-        return [e for e in view.admitting() if e.assigned < self._caps[e.tp]]
 
 
 def demand(workload: Parametric) -> Demand:
@@ -72,10 +45,11 @@ def demand(workload: Parametric) -> Demand:
     )  # fmt: skip
 
 
-def simulated(spec: ClusterSpec, workload: Parametric, layout: Layout, judged: Judged, steps: int) -> float:
+def simulated(spec: ClusterSpec, workload: Parametric, layout: Layout, steps: int) -> float:
     """Seconds of a step."""
-    caps = {level.kind.tp: max(1, level.use.concurrency_cap) for level in judged.levels}
-    ends = [s.ended_at for s in Cluster(spec, workload, Capped(layout, caps), seed=1, steps=steps).run().steps]
+    policy = Libra(layout)
+    policy.decide_every_s = CYCLE_S
+    ends = [s.ended_at for s in Cluster(spec, workload, policy, seed=1, steps=steps).run().steps]
     assert len(ends) == steps
     return (ends[-1] - ends[FIRST]) / (steps - 1 - FIRST)
 
@@ -85,7 +59,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--profiles", nargs="*", default=["a100-modelled", "a800-paper"])
     parser.add_argument("--mean", type=float, default=5_400.0)
-    parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=9)
     asked = parser.parse_args()
     model, workload = profiles.model("qwen3-14b"), Parametric(mean_start=asked.mean, mean_end=asked.mean)
     for name in asked.profiles:
@@ -97,7 +71,7 @@ def main() -> None:
         for layout in LAYOUTS:
             counts = {EngineKind("a", tp): layout.engines.count(tp) for tp in set(layout.engines)}
             judged = judge.judged(layout_of({TrainerKind("a", REPLICA): layout.training // REPLICA, **counts}))
-            seconds = simulated(ClusterSpec(times, training), workload, layout, judged, asked.steps)
+            seconds = simulated(ClusterSpec(times, training), workload, layout, asked.steps)
             predicted = judged.prediction.step_seconds
             errors.append(predicted / seconds - 1)
             print(

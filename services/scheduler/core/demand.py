@@ -187,6 +187,8 @@ class Positions:
         contexts = demand.prompt_tokens + slopes * middle[:, None]
         self.context = np.maximum(1.0, (alive * contexts).sum(axis=1) / self.alive)
         """Mean tokens of their sequences."""
+        self.growth = _median_rest(alive, np.maximum(0.0, lengths - middle[:, None]))
+        """Median of the tokens that those left still generate."""
         here = np.where(alive > 0, demand.prompt_tokens + slopes * np.minimum(self.edges[1:, None], lengths), 0.0)
         self.longest = here.max(axis=1)
         self.prefill = np.maximum(0.0, (alive * (slopes - 1.0)).sum(axis=1) / self.alive)
@@ -214,6 +216,12 @@ def _left_of(edges: Floats, low: Floats, high: Floats) -> Floats:
         return np.asarray(np.minimum(at[:, None], inside) - (inside - low) ** 2 / (2 * (high - low)))
 
     return np.asarray(np.diff(below(edges), axis=0) / np.diff(edges)[:, None])
+
+
+def _median_rest(alive: Floats, rest: Floats) -> Floats:
+    """Weighted median by row; classes are in ascending order. (cells, classes)"""
+    passed = np.cumsum(alive, axis=1) >= 0.5 * alive.sum(axis=1, keepdims=True)
+    return np.asarray(np.take_along_axis(rest, passed.argmax(axis=1)[:, None], axis=1)[:, 0])
 
 
 def _thresholds(lengths: Floats, shares: Floats, last: float) -> Floats:

@@ -4,6 +4,7 @@ The best layout is searched for at the lengths expected in the middle of the hor
 
     gain (tokens per second more, over the horizon, drift included)  >  cost x (1 + hysteresis)
     cost = for each move: (hand-over + start) seconds x what its accelerators contribute now
+           + computing again the sequences that its engines held
            + a pause of the trainers where their group changes
 
 and the relative gain is at least `min_gain`, with evidence, confirmations, cool-down and rate as in `pacing`. A change
@@ -29,6 +30,12 @@ from services.scheduler.core.topology import Fleet, FleetLayout, Kind
 
 ALTERNATIVES = 8
 """Layouts shown beside the chosen, the present and the best homogeneous one."""
+TIED = 40
+"""Layouts of which one may be taken for the best, if it is nearly as good."""
+TIE = 0.01
+"""Relative difference in seconds that is none."""
+LONGER = 1.5
+"""Factor of lengths at which those are compared that are equal at the expected lengths."""
 CANDIDATES = 4
 """Best layouts for which safe moves are looked for."""
 
@@ -109,7 +116,7 @@ def plan(given: Situation, settings: PlannerSettings, state: PlannerState) -> Re
     here = given.fleet.present
     horizon = _horizon(given, settings)
     job = horizon.jobs[1]
-    best = search(given.fleet, job, alternatives=ALTERNATIVES, seeds=(here,))
+    best = _robust(search(given.fleet, job, alternatives=TIED, seeds=(here,)), job)
     present = Judge(job).judged(here)
     why_not = blocked(given.pace, settings, ready=True)
     if best.chosen is None:
@@ -125,6 +132,20 @@ def plan(given: Situation, settings: PlannerSettings, state: PlannerState) -> Re
         text = f"{found.reason.text}; seen {state.wins} of {settings.confirmations} times"
         return replace(found, moves=(), reason=Reason("CONFIRMING", text, found.reason.numbers))
     return found
+
+
+def _robust(best: Best, job: Job) -> Best:
+    """Of layouts that are as good as the best within TIE the one that is best if lengths turn out LONGER: policies tend
+    to write more as they learn, and a cache that is too small costs more than one that is too large.
+    """
+    if best.chosen is None:
+        return best
+    limit = best.chosen.prediction.step_seconds * (1 + TIE)
+    tied = [best.chosen, *(j for j in best.others if j.prediction.step_seconds <= limit)]
+    longer = Judge(replace(job, demand=job.demand.scaled(LONGER))).seconds([j.layout for j in tied])
+    chosen = min(tied, key=lambda j: (longer[j.layout], j.prediction.step_seconds, j.layout.trainers, j.layout.engines))
+    others = tuple(j for j in (best.chosen, *best.others) if j is not chosen)
+    return replace(best, chosen=chosen, others=others[:ALTERNATIVES])
 
 
 def _check(given: Situation) -> None:
@@ -234,7 +255,17 @@ def _cost(given: Situation, move: Move, rate: float) -> float:
         (given.handover_s.get(t.role, DEFAULT_HANDOVER_S) + _start_s(given, t.kind) for t in move.targets), default=0.0
     )
     trains = moving["TRAINER"] or any(t.role == "TRAINER" for t in move.targets)
-    return rate * (share * seconds + (REGROUP_S if trains else 0.0))
+    again_s = _again_s(given, moving["ROLLOUT"] / max(1, here.rollout))
+    return rate * (share * seconds + again_s + (REGROUP_S if trains else 0.0))
+
+
+def _again_s(given: Situation, share: float) -> float:
+    """Seconds in which engines compute again what a share of them held: sequences in flight, half grown on average."""
+    demand = given.demand
+    held = share * (demand.max_versions + 1) * demand.trained_tokens / 2
+    times = [(given.engines[k].prefill_s, n) for k, n in given.fleet.present.engines]
+    rate = sum(n / s for s, n in times if s > 0)
+    return held / rate if rate > 0 else 0.0
 
 
 def _start_s(given: Situation, kind: Kind) -> float:

@@ -19,7 +19,8 @@ x, those in tool calls included). s solves
     sum over kinds of N n(s) = A s / (s + z)
 
 What no cache has room for waits its turn: time goes on by the factor A / room. So the last ones have the fastest
-engines for themselves, as when a queue moves them there. Weight updates and the prompts' prefill stop all engines.
+engines for themselves, as when a queue moves them there; what moves is computed again. That, weight updates and the
+prompts' prefill stop all engines.
 
 With K = 0 rollout and training take turns, and T is their sum.
 """
@@ -96,7 +97,7 @@ class Problem:
         self._beta = np.maximum(np.column_stack(beta), LEAST)
         """(positions, kinds)"""
         holds = np.column_stack([way.longest <= r.kv_tokens + ROUNDING for r in rates])
-        room = np.column_stack([FILL * r.kv_tokens / way.context for r in rates])
+        room = np.column_stack([FILL * r.kv_tokens / (way.context + way.growth) for r in rates])
         most = np.array([float(r.max_running) for r in rates])
         self.cap = np.where(holds, np.minimum(np.maximum(room, 1.0), most), 0.0)
         """Trajectories that each engine holds at each position; 0 where one would not fit. (positions, kinds)"""
@@ -167,7 +168,8 @@ class Problem:
         alone = self._alone(counts, tail.context)
         rest = np.maximum(0.0, tail.tokens - made[:, -1]) * (alone + z)
         again = self._again_s(counts, ends, train_s) if self.demand.recompute else 0.0
-        found = (spent * share).sum(axis=1) + rest + together * self._stall_s(counts) + again
+        stalls = together * self._stall_s(counts) + again + self._moves_s(counts, pace)
+        found = (spent * share).sum(axis=1) + rest + stalls
         return np.asarray(np.minimum(NEVER_S, found))
 
     def _alone(self, counts: Ints, context: float) -> Floats:
@@ -185,6 +187,16 @@ class Problem:
         at = np.minimum((ends < train_s[:, None]).sum(axis=1), len(self._way.alive) - 1)
         held = (self._way.alive * self._way.context)[at] * (self.demand.max_versions + 1)
         return np.asarray(self.demand.max_versions * held / self._prefill_rate(counts))
+
+    def _moves_s(self, counts: Ints, pace: _Pace) -> Floats:
+        """Contexts computed again where the share of a kind shrinks: those trajectories move to faster ones."""
+        if len(self.rates) == 1:
+            return np.zeros(len(counts))
+        there = counts[:, None, :] * pace.running
+        part = there / np.maximum(there.sum(axis=2, keepdims=True), 1e-12)
+        leaving = np.maximum(0.0, part[:, :-1] - part[:, 1:]).sum(axis=2)
+        held = (self._way.alive * self._way.context)[1:] * (self.demand.max_versions + 1)
+        return np.asarray((leaving * held).sum(axis=1) / self._prefill_rate(counts))
 
     def _prefill_rate(self, counts: Ints) -> Floats:
         """Tokens per second of all engines together."""
