@@ -57,7 +57,7 @@ class _LeastLoadedQueue(LiveQueue):
         del aged, level
         if not item.known:
             self._ask(item)
-        able = [place for place in places if place.name not in item.avoid and self._fits(place, item)]
+        able = [place for place in places if self._fits(place, item)]
         return min(able, key=lambda e: (e.load / self.widths[e.name], e.name), default=None)
 
 
