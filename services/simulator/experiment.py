@@ -12,6 +12,7 @@ from services.simulator.cluster import Cluster
 from services.simulator.layout import ClusterSpec, Failure, FailureKind, Layout, Mode
 from services.simulator.parametric import CODE, SEARCH, Parametric, Shift
 from services.simulator.policies import registry, search
+from services.simulator.policies.base import Policy
 from services.simulator.policies.clairvoyant import bound
 from services.simulator.policies.static import degrees
 from services.simulator.processes import Run, runner
@@ -110,15 +111,18 @@ def simulate(job: Job) -> RunResult:
     """One policy on one seed; of the variants of a bound, the best run."""
     experiment, name, found, seed = job
     synchronous = name in registry.SYNCHRONOUS
-    results = []
-    for policy in registry.build(name, found, None if synchronous else experiment.given):
-        if policy.decide_every_s is not None:
-            policy.decide_every_s = experiment.cycle_s
-        if not synchronous:
-            policy.mode = experiment.mode
-        cluster = Cluster(experiment.spec, experiment.workload, policy, seed=seed, steps=experiment.steps)
-        results.append(cluster.run())
+    policies = registry.build(name, found, None if synchronous else experiment.given)
+    results = [carried_out(experiment, policy, seed, own_mode=synchronous) for policy in policies]
     return max(results, key=lambda r: r.since(min(experiment.first, experiment.steps - 1)).tokens_per_s)
+
+
+def carried_out(experiment: Experiment, policy: Policy, seed: int, *, own_mode: bool = False) -> RunResult:
+    """One run of a fresh policy at the experiment's cycle and, unless it has its `own_mode`, in its mode."""
+    if policy.decide_every_s is not None:
+        policy.decide_every_s = experiment.cycle_s
+    if not own_mode:
+        policy.mode = experiment.mode
+    return Cluster(experiment.spec, experiment.workload, policy, seed=seed, steps=experiment.steps).run()
 
 
 # ---- the cluster of the published evaluation

@@ -1,11 +1,14 @@
 """What `libra simulate --preset NAME` does: a name, and a function that answers with a document and tables of it."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from services.common.errors import ConfigError, shown
-from services.simulator import anchors, experiment, profiles
+from services.simulator import anchors, contrasts, experiment, profiles, traces
 from services.simulator.anchors import Anchor
 from services.simulator.layout import Layout
 from services.simulator.policies import registry
@@ -43,6 +46,8 @@ class Asked:
     workers: int | None = None
     layout: Layout | None = None
     """Of all policies but the synchronous ones, in the place of their own."""
+    trace: tuple[Path, ...] = ()
+    """Recorded episodes, agentic-traj/1."""
 
     def times(self) -> tuple[ModelledEngine, ModelledTraining]:
         """Of the model on the profile's machines."""
@@ -106,21 +111,72 @@ def without_training(policies: str) -> tuple[str, ...]:
     return (f"{', '.join(left_out)}: nothing is trained here, so synchronous policies are left out",)
 
 
+def outcomes_preset(asked: Asked) -> Shown:
+    """What outcomes of tools are worth to `libra`, where they say something and where not."""
+    recorded = {path.name: traces.read(path, np.random.default_rng(0)) for path in asked.trace}
+    if len(recorded) < len(asked.trace):
+        raise ConfigError("--trace: two files have the same name; expected names to tell their rows apart")
+    found = contrasts.outcomes(asked.times()[0], recorded, asked.seeds, steps=asked.steps, workers=asked.workers)
+    return _contrasted(asked, "outcomes", found)
+
+
+def kv_preset(asked: Asked) -> Shown:
+    """KV-aware admission, where KV caches are short and where they are ample."""
+    found = contrasts.kv_48(*asked.times(), asked.seeds, steps=asked.steps, workers=asked.workers)
+    notes = tuple(
+        f"{case['name']}: {case['in_flight']:,.0f} final sequences of {case['mean_generated']:,.0f} generated tokens "
+        f"on average are {case['kv_demand']:.2f} times what all KV caches hold ({case['kv_tokens']:,.0f} tokens)"
+        for case in found["cases"]
+    )
+    return _contrasted(asked, "kv-48", found, notes)
+
+
+def ablation_preset(asked: Asked) -> Shown:
+    """`libra` with each mechanism off in turn."""
+    found = contrasts.ablation(
+        *asked.times(), asked.seeds, steps=asked.steps, given=asked.layout, workers=asked.workers
+    )
+    return Shown({"profile": asked.profile, **found}, (_contrast_table(f"ablation on {asked.profile}", found),))
+
+
+def _contrasted(asked: Asked, title: str, found: dict[str, Any], notes: tuple[str, ...] = ()) -> Shown:
+    tables = [_contrast_table(f"{title} on {asked.profile}: {case['name']}", case) for case in found["cases"]]
+    return Shown({"profile": asked.profile, **found, "notes": list(notes)}, tuple(tables), notes)
+
+
+def _contrast_table(title: str, case: dict[str, Any]) -> Table:
+    columns = ("policy", "tokens/s", "libra over it", "5 %", "95 %", "idle rollout", "moved", "layout", "instead")
+    rows = tuple(
+        (
+            row["name"], row["tokens_per_s"], row["libra_over"], *row["interval"], row["idle_rollout"],
+            row["migrated_ratio"], row["layout"], row["instead"] or "-",
+        )
+        for row in case["policies"]
+    )  # fmt: skip
+    return Table(title, columns, rows)
+
+
 @dataclass(frozen=True, slots=True)
 class Preset:
     """A named scenario, and the fields of `Asked` that change what it does; no others may be set."""
 
     run: Callable[[Asked], Shown]
     takes: frozenset[str]
+    own: Mapping[str, Any] = field(default_factory=dict)
+    """Defaults that are its own."""
 
 
 FAILURE_OPTIONS = frozenset({"profile", "model", "policies", "seeds", "workers"})
 SHIFT_OPTIONS = FAILURE_OPTIONS | {"steps"}
+CONTRAST_OPTIONS = SHIFT_OPTIONS - {"policies"}
 PRESETS: dict[str, Preset] = {
     "anchors": Preset(anchors_preset, frozenset()),
     "r2e-48": Preset(r2e_preset, SHIFT_OPTIONS | {"layout"}),
     "shift-48": Preset(shift_preset, SHIFT_OPTIONS),
     "failures-4": Preset(failures_preset, FAILURE_OPTIONS),
+    "outcomes": Preset(outcomes_preset, CONTRAST_OPTIONS | {"trace"}, {"steps": 6, "seeds": 8}),
+    "kv-48": Preset(kv_preset, CONTRAST_OPTIONS, {"steps": 8}),
+    "ablation": Preset(ablation_preset, CONTRAST_OPTIONS | {"layout"}, {"steps": 10}),
 }
 
 
@@ -134,7 +190,7 @@ def run(name: str, options: Mapping[str, Any]) -> Shown:
         takes = ", ".join(f"--{option}" for option in Asked.__dataclass_fields__ if option in preset.takes)
         wrong = ", ".join(f"--{option}" for option in unknown)
         raise ConfigError(f"--preset {name} takes no {wrong}; leave it out, it takes {takes or 'no further option'}")
-    return preset.run(Asked(**options))
+    return preset.run(Asked(**{**preset.own, **options}))
 
 
 COLUMNS = (

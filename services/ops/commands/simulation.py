@@ -21,8 +21,10 @@ Workers = Annotated[int | None, typer.Option("--workers", min=1, help="Processes
 
 def _option(name: str, words: str, least: int | None = None) -> Any:
     """One whose default the preset has."""
-    default = getattr(presets.DEFAULTS, name.removeprefix("--"))
-    return typer.Option(name, min=least, help=words, show_default=False if default is None else str(default))
+    field = name.removeprefix("--")
+    default = getattr(presets.DEFAULTS, field)
+    own = "".join(f"; {preset} {one.own[field]}" for preset, one in presets.PRESETS.items() if field in one.own)
+    return typer.Option(name, min=least, help=words, show_default=f"{default}{own}" if default else False)
 
 
 def simulate(
@@ -32,7 +34,12 @@ def simulate(
     policies: Annotated[str | None, _option("--policies", "all, or names with commas between.")] = None,
     seeds: Annotated[int | None, _option("--seeds", "Runs of each policy.", least=1)] = None,
     steps: Annotated[int | None, _option("--steps", "Training steps of a run.", least=2)] = None,
-    layout: Annotated[str | None, _option("--layout", "Of r2e-48, for all: '24 training, 8xTP1 + 2xTP4'.")] = None,
+    layout: Annotated[
+        str | None, _option("--layout", "Of r2e-48 and ablation, for all: '24 training, 8xTP1 + 2xTP4'.")
+    ] = None,
+    trace: Annotated[
+        list[Path] | None, _option("--trace", "Of outcomes: recorded episodes, agentic-traj/1; may be repeated.")
+    ] = None,
     workers: Workers = None,
     json: Json = False,
 ) -> None:
@@ -42,7 +49,7 @@ def simulate(
     """
     given = {
         "profile": profile, "model": model, "policies": policies, "seeds": seeds, "steps": steps, "workers": workers,
-        "layout": None if layout is None else Layout.parse(layout),
+        "layout": None if layout is None else Layout.parse(layout), "trace": tuple(trace) if trace else None,
     }  # fmt: skip
     shown = presets.run(preset, {name: value for name, value in given.items() if value is not None})
     if json:
