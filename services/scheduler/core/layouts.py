@@ -35,9 +35,9 @@ LEAST_SPLITS = 4
 MAX_COARSE = 1_500
 """Candidates of the grid; with many kinds fewer splits and proportions are tried."""
 SEEDS = 4
-"""Candidates that are improved; in fleets of at most SMALL accelerators, where one more or less matters, 4 times as many.
-"""
+"""Candidates that are improved. Four times as many in fleets of at most ..."""
 SMALL = 32
+"""... accelerators, where one more or less matters."""
 MAX_ROUNDS = 40
 MAX_PLACED = 32
 """Layouts, best first, for which a place is looked for before none is found."""
