@@ -5,12 +5,15 @@ The estimate is a chain of distributions of the remaining tokens, each shrunk to
     prior      something broad, scaled by what was generated already
     run        totals of the run's recent episodes that got at least as far as this one, less what it has
     progress   what remained for earlier episodes at the same turn and about as many tokens
+    failures   the same, where also as many tool returns had failed
     tool_tree  the same, where also the last 1, 2, 3 tool returns (tool, payload class, outcome), in order, were equal
     siblings   totals of finished members of the same group that got at least as far, less what this one has
 
 A layer with n (decayed) samples mixes as n : SHRINKAGE with its parent; below FLOOR samples it says nothing, so one
 sample is never trusted. A context of k returns is a subset of the context of its last k - 1, all at the same turn, so
-a child's population lies within its parent's and the tree is causal: it holds only what was known at that turn.
+a child's population lies within its parent's and the tree is causal: it holds only what was known at that turn. Tools,
+payload classes and outcomes make many contexts, few of which reach the floor; how many calls failed so far makes few,
+and is what says most where a failure has to be mended.
 
 Whether a layer helps is measured, not assumed: at each end, one of the trajectory's own turns is predicted with and
 without the layer (before the end is learnt) and the gain in log likelihood is averaged. A layer whose average is not
@@ -35,7 +38,7 @@ import numpy as np
 from services.scheduler.core import histogram
 from services.scheduler.core.histogram import BINS, bin_of
 
-Source = Literal["tool_tree", "siblings", "progress", "run", "prior"]
+Source = Literal["tool_tree", "failures", "siblings", "progress", "run", "prior"]
 ToolReturn = tuple[str, str, str]
 """Tool, payload class, outcome."""
 
@@ -55,7 +58,14 @@ RECENT_TOTALS = 512
 CONTEXT = 3
 """Most tool returns in a context."""
 SYMBOL_MASK = (1 << SYMBOL_BITS) - 1
-RETURNS_MASK = (1 << CONTEXT * SYMBOL_BITS) - 1
+RETURNS_BITS = CONTEXT * SYMBOL_BITS
+RETURNS_MASK = (1 << RETURNS_BITS) - 1
+ALIKE = 0.99
+"""Share of a cell that is as good as all of it."""
+MOST_FAILURES = 7
+"""More count as so many."""
+GOOD = ("", "OK")
+"""Outcomes, in capitals, that are no failure."""
 HALF_LIFE_ENDS = 512.0
 """Ends of the run after which a sample counts half: follows drift."""
 FLOOR = 3.0
@@ -100,7 +110,9 @@ class _Point(NamedTuple):
     generated: int
     turns: int
     returns: int
-    """The last CONTEXT ones by their numbers, the newest in the lowest SYMBOL_BITS; 0 is none."""
+    """The last CONTEXT ones by their numbers, the newest in the lowest SYMBOL_BITS, 0 is none; above RETURNS_BITS how
+    many of all failed.
+    """
     siblings: int
     """Siblings finished by then."""
 
@@ -294,7 +306,9 @@ class RemainingWork:
         self._live.move_to_end(trajectory)
         returns = course[-2]
         if tool:
-            returns = (returns << SYMBOL_BITS | self._symbol((tool, payload_class, outcome))) & RETURNS_MASK
+            failures = min(MOST_FAILURES, (returns >> RETURNS_BITS) + (outcome.upper() not in GOOD))
+            last = (returns << SYMBOL_BITS | self._symbol((tool, payload_class, outcome))) & RETURNS_MASK
+            returns = failures << RETURNS_BITS | last
         if turn + 1 == course[-3]:
             del course[-FIELDS:]  # a second tool call of the same turn
         course.extend((generated_total, turn + 1, returns, len(self._siblings.get(group, ()))))
@@ -403,14 +417,20 @@ class RemainingWork:
         now = point.generated + passed
         recent = state.recent_totals().beyond(now)
         layers: list[_Layer] = [recent] if recent is not None else []
+        progress = 0.0
         for depth, key in enumerate(_keys(point.turns, point.generated, point.returns)):
             node = state.nodes.get(key)
             if node is None:
+                if depth == FAILURES:
+                    continue
                 break  # deeper contexts are within this one
             mass = node.mass(state.ends)
+            if depth == FAILURES and mass > ALIKE * progress:
+                continue  # nobody failed otherwise: the same evidence again
+            progress = mass if not depth else progress
             if mass < FLOOR:
                 continue
-            source: Source = "tool_tree" if depth else "progress"
+            source: Source = "tool_tree" if depth > FAILURES else "failures" if depth else "progress"
             if passed < 1:
                 layers.append(_Counts(source, node.counts, node.total, mass, SHRINKAGE, node.cumulative))
                 continue
@@ -474,14 +494,22 @@ def _points(course: "_Course[int]") -> list[_Point]:
     return [_Point(*numbers[i : i + FIELDS]) for i in range(0, len(numbers), FIELDS)]
 
 
+FAILURES = 1
+"""Place of the cell of failures among the keys."""
+
+
 def _keys(turns: int, generated: int, returns: int) -> list[int]:
-    """Cells from coarse to fine: the turn and the octave of tokens, then contexts of 1, 2, 3 returns at this turn."""
+    """Cells: the turn and the octave of tokens; that and the number of failures; contexts of 1, 2, 3 returns at this
+    turn.
+    """
     at = turns if turns <= 16 else 16 + turns.bit_length()
-    keys = [(at << 6 | min(63, generated.bit_length())) << 2]
+    progress = at << 6 | min(63, generated.bit_length())
+    keys = [progress << 3, (progress << 3 | returns >> RETURNS_BITS) << 3 | 4]
+    returns &= RETURNS_MASK
     depth = 1
     while returns:
         at = at << SYMBOL_BITS | returns & SYMBOL_MASK
-        keys.append(at << 2 | depth)
+        keys.append(at << 3 | depth)
         returns >>= SYMBOL_BITS
         depth += 1
     return keys
