@@ -29,6 +29,12 @@ def demo(folder: Path, *options: str, limit: float = 600) -> dict[str, object]:
     return found
 
 
+def plans(folder: Path) -> str:
+    """What the planner thought, whenever that changed."""
+    lines = (folder / "logs" / "scheduler.log").read_text().splitlines()
+    return "\n".join(line for line in lines if "event='plan'" in line or "event='move'" in line)
+
+
 def assert_nothing_lost(summary: dict[str, object], steps: int) -> None:
     assert summary["steps"] == steps, summary
     assert summary["trajectories_trained"] == steps * 16 * 8, summary
@@ -56,8 +62,8 @@ def test_the_main_job_learns_preempts_and_moves_accelerators_both_ways(tmp_path:
     assert summary["eval_reward_end"] >= 0.85, summary
     assert summary["preemptions"]["cmlfq"] >= 1, summary
     assert summary["preempted_resumed"] >= summary["preemptions"]["cmlfq"], summary
-    assert summary["reassignments"]["to_training"] >= 1, summary
-    assert summary["reassignments"]["to_rollout"] >= 1, summary
+    assert summary["reassignments"]["to_training"] >= 1, plans(tmp_path / "run")
+    assert summary["reassignments"]["to_rollout"] >= 1, plans(tmp_path / "run")
     moves = summary["reassignment_list"]
     assert all(m["asked_by"] == "planner" and m["predicted_gain_tokens_per_s"] > 0 for m in moves), summary
     # one that ended within two steps of the run's end has nothing to be measured by
