@@ -161,7 +161,7 @@ def outcomes(
         recorded = _recorded(episodes)
         workloads |= {name: recorded, f"{name}, shuffled": Shuffled(recorded)}
     spec = ClusterSpec(times, None, accelerators=OUTCOMES_LAYOUT.rollout)
-    rows = (whole(), without(ablated.QUEUE[-1]), Row(Clairvoyant.name, _clairvoyant, "knows every length"))
+    rows = (whole(), without(ablated.OUTCOMES), Row(Clairvoyant.name, _clairvoyant, "knows every length"))
     cases = [
         Case(
             name,

@@ -69,7 +69,7 @@ class DecisionCore:
         one = self.followed[name]
         one.generated += generated
         one.tokens += generated + observed
-        self.remaining.observe_turn(one.run, one.group, name, one.turns, one.generated, tool, payload, outcome)
+        self.remaining.observe_turn(one.group, name, one.turns, one.generated, tool, payload, outcome)
         one.turns += 1
         if one.engine and not one.pending:
             self.queue.turned(name, generated=one.generated, tokens=one.tokens, in_tool_wait=False)

@@ -48,7 +48,7 @@ def error_of_estimates(family, *, outcomes):
         last = episode
         size = str(sum(turn.observation > bound for bound in PAYLOAD))
         outcome = turn.outcome if outcomes else "ok"
-        remaining_work.observe_turn("run", episode.group, episode.id, at, made, turn.tool, size, outcome)
+        remaining_work.observe_turn(episode.group, episode.id, at, made, turn.tool, size, outcome)
         if batch >= LEARNT:
             errors.append(abs(remaining_work.estimate("run", episode.group, episode.id, made, at + 1).p50 - remaining))
     return statistics.fmean(errors)

@@ -14,7 +14,7 @@ from services.scheduler.core.estimator import RemainingWork
 def feed(work, name, totals, group="g", outcome="OK"):
     """One episode: cumulative generated tokens at each turn; the last is the end."""
     for turn, total in enumerate(totals[:-1]):
-        work.observe_turn("run", group, name, turn, total, "calculate", "number", outcome)
+        work.observe_turn(group, name, turn, total, "calculate", "number", outcome)
     work.observe_end("run", group, name, totals[-1])
 
 
@@ -94,7 +94,7 @@ def test_outcomes_that_lengthen_what_follows_are_learnt():
         feed(work, f"a{i}", [20, 320 if bad else 40], group=f"g{i}", outcome="TOOL_ERROR" if bad else "OK")
     guesses = {}
     for outcome in ("OK", "TOOL_ERROR"):
-        work.observe_turn("run", "new", outcome, 0, 20, "calculate", "number", outcome)
+        work.observe_turn("new", outcome, 0, 20, "calculate", "number", outcome)
         guesses[outcome] = work.estimate("run", "new", outcome, 20, 1)
     assert guesses["OK"].p50 < 40 < 200 < guesses["TOOL_ERROR"].p50
     assert guesses["TOOL_ERROR"].source == "tool_tree"
@@ -111,7 +111,7 @@ def test_outcomes_without_signal_do_not_make_it_worse():
         for work, name in ((told, "told"), (blind, "blind")):
             for turn, total in enumerate(totals[:-1]):
                 outcome = outcomes[turn] if name == "told" else "OK"
-                work.observe_turn("run", f"g{i}", "t", turn, total, "calculate", "number", outcome)
+                work.observe_turn(f"g{i}", "t", turn, total, "calculate", "number", outcome)
                 if i > 200:
                     guess = work.estimate("run", f"g{i}", "t", total, turn + 1).p50
                     errors[name].append(abs(math.log((guess + 1) / (totals[-1] - total + 1))))
@@ -133,7 +133,7 @@ def test_within_a_turn_what_was_generated_since_is_taken_off():
     work = RemainingWork()
     for i in range(300):
         feed(work, f"a{i}", [20, 220], group=f"g{i}")
-    work.observe_turn("run", "new", "t", 0, 20, "calculate", "number", "OK")
+    work.observe_turn("new", "t", 0, 20, "calculate", "number", "OK")
     at_start = work.estimate("run", "new", "t", 20, 1).p50
     later = work.estimate("run", "new", "t", 120, 1).p50
     assert at_start == pytest.approx(200, rel=0.15)
@@ -143,15 +143,15 @@ def test_within_a_turn_what_was_generated_since_is_taken_off():
 def test_what_was_forgotten_teaches_nothing():
     work = RemainingWork()
     for i in range(50):
-        work.observe_turn("run", "g", f"void{i}", 0, 7, "calculate", "number", "OK")
+        work.observe_turn("g", f"void{i}", 0, 7, "calculate", "number", "OK")
         work.forget(f"void{i}")
     assert work.estimate("run", "g", "t", 0, 0) == RemainingWork().estimate("run", "g", "t", 0, 0)
 
 
 def test_a_new_attempt_starts_anew():
     work = RemainingWork()
-    work.observe_turn("run", "g", "t", 0, 500, "calculate", "number", "OK")
-    work.observe_turn("run", "g", "t", 0, 20, "calculate", "number", "OK")
+    work.observe_turn("g", "t", 0, 500, "calculate", "number", "OK")
+    work.observe_turn("g", "t", 0, 20, "calculate", "number", "OK")
     assert [p.generated for p in estimator._points(work._live["t"])] == [0, 20]
 
 
@@ -168,9 +168,9 @@ def test_memory_is_bounded(monkeypatch):
     for i in range(200):
         run, group = f"run{i % 11}", f"g{i % 23}"
         for turn in range(20):
-            work.observe_turn(run, group, f"t{i}", turn, 10 * turn + i, rng.choice("abc"), "", rng.choice("xy"))
+            work.observe_turn(group, f"t{i}", turn, 10 * turn + i, rng.choice("abc"), "", rng.choice("xy"))
             work.estimate(run, group, f"t{i}", 10 * turn + i, turn + 1)
-        work.observe_turn(run, group, f"live{i}", 0, 10, "a", "", "x")
+        work.observe_turn(group, f"live{i}", 0, 10, "a", "", "x")
         work.observe_end(run, group, f"t{i}", 400 + i)
     assert len(work._runs) <= 8
     assert len(work._siblings) <= 8
@@ -196,7 +196,7 @@ def test_quantiles_are_ordered_finite_and_not_negative(episodes, generated, turn
         total = 0
         for turn, (tokens, tool, outcome) in enumerate(episode):
             total += tokens
-            work.observe_turn("run", f"g{i % 3}", f"t{i}", turn, total, tool, "", outcome)
+            work.observe_turn(f"g{i % 3}", f"t{i}", turn, total, tool, "", outcome)
         work.observe_end("run", f"g{i % 3}", f"t{i}", total)
     guess = work.estimate("run", "g0", "new", generated, turns)
     assert 0 <= guess.p50 <= guess.p90 < math.inf

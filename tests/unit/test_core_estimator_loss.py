@@ -24,7 +24,7 @@ def losses(episodes, *, hide=False, lonely=False):
     for index, (group, turns, total) in enumerate(episodes):
         family = f"{group}-{index}" if lonely else group
         for turn, (generated, outcome) in enumerate(turns):
-            work.observe_turn("r", family, "t", turn, generated, "" if hide else "tool", "", "" if hide else outcome)
+            work.observe_turn(family, "t", turn, generated, "" if hide else "tool", "", "" if hide else outcome)
             if index >= LEARN:
                 guess = work.estimate("r", family, "t", generated, turn + 1)
                 p50.append(pinball(total - generated, guess.p50, 0.5))
@@ -82,9 +82,9 @@ def test_below_the_floor_a_layer_says_nothing():
     for count in range(1, int(estimator.FLOOR) + 3):
         work = RemainingWork()
         for i in range(count):
-            work.observe_turn("r", f"g{i}", f"a{i}", 0, 40, "tool", "", "OK")
+            work.observe_turn(f"g{i}", f"a{i}", 0, 40, "tool", "", "OK")
             work.observe_end("r", f"g{i}", f"a{i}", 50)
-        work.observe_turn("r", "x", "t", 0, 40, "tool", "", "OK")
+        work.observe_turn("x", "t", 0, 40, "tool", "", "OK")
         guess = work.estimate("r", "x", "t", 40, 1)
         if count < estimator.FLOOR:
             assert guess == prior

@@ -158,7 +158,7 @@ class Observe:
             # a report may carry the return together with the turn that followed it
             later = sum(t.generated_tokens for t in report.turns if t.index > answer.turn)
             self.remaining.observe_turn(
-                item.run, item.group, item.name, answer.turn, item.generated_tokens - later, answer.tool,
+                item.group, item.name, answer.turn, item.generated_tokens - later, answer.tool,
                 answer.payload_class, answer.outcome,
             )  # fmt: skip
 

@@ -288,7 +288,6 @@ class RemainingWork:
 
     def observe_turn(
         self,
-        run: str,  # noqa: ARG002 - as of the other calls: who asks names the run
         group: str,
         trajectory: str,
         turn: int,

@@ -113,12 +113,13 @@ class Ablated:
 
 
 PLANNER = Ablated(Unplanned, "half of the accelerators train, engines of the smallest degree, throughout")
+OUTCOMES = Ablated(OutcomeBlind, "every call is taken to have gone well")
 QUEUE: tuple[Ablated, ...] = (
     Ablated(Settled, "nothing is preempted or moved"),
     Ablated(LeastLoaded, "placed on the engine with the fewest trajectories for each accelerator"),
     Ablated(Unreserved, "KV room is kept for contexts as they are, not for their growth"),
     Ablated(Uncapped, "engines are given whatever there is, without regard to KV caches"),
     Ablated(ConstantEstimate, f"{GUESS_TOKENS:,.0f} tokens are taken to remain, always"),
-    Ablated(OutcomeBlind, "every call is taken to have gone well"),
+    OUTCOMES,
 )
 """Mechanisms of estimator, queue and admission, which work on any layout."""

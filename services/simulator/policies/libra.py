@@ -99,7 +99,7 @@ class Libra(Policy):
         size = sum(observation > bound for bound in PAYLOAD)
         told = outcome if self._outcomes else "ok"
         self.remaining.observe_turn(
-            RUN, trajectory.group, trajectory.id, trajectory.turns - 1, trajectory.generated, tool, str(size), told
+            trajectory.group, trajectory.id, trajectory.turns - 1, trajectory.generated, tool, str(size), told
         )
         if trajectory.engine != NOWHERE:
             self._report(str(trajectory.index), trajectory)
