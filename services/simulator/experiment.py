@@ -77,10 +77,8 @@ def compared(experiment: Experiment, policies: str | Iterable[str], seeds: int, 
     chosen = registry.names(policies)
     notes: list[str] = []
     if experiment.mode is Mode.ROLLOUT:
-        left_out = [name for name in chosen if name in registry.SYNCHRONOUS]
-        chosen = [name for name in chosen if name not in left_out]
-        if left_out:
-            notes.append(f"{', '.join(left_out)}: nothing is trained here, so synchronous policies are left out")
+        chosen, left_out = registry.without_training(chosen)
+        notes += left_out
     needed = chosen if experiment.given is None else [n for n in chosen if n in registry.SYNCHRONOUS]
     if experiment.given is not None:
         notes += _of_given(experiment.given, chosen)
@@ -227,7 +225,7 @@ def failures_4(
     Rows `{name, kind, total_s, without_s, ratio, placed_late}`: seconds with the failure, with three workers from the
     start, their ratio, and trajectories placed on the worker after it should have been noticed; means over the seeds.
     """
-    chosen = [name for name in registry.names(policies) if name not in registry.SYNCHRONOUS]
+    chosen, _ = registry.without_training(registry.names(policies))
     cases = [*(_failing(times, kind, 4) for kind in KINDS), _failing(times, None, 3)]
     jobs = [
         (case, name, registry.Layouts({}), seed) for name in chosen for case in cases for seed in range(1, seeds + 1)

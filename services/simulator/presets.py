@@ -98,17 +98,14 @@ def failures_preset(asked: Asked) -> Shown:
 
 def without_training(policies: str) -> tuple[str, ...]:
     """A note on the policies that a run without training leaves out, if any. ConfigError if it leaves out all."""
-    chosen = registry.names(policies)
-    left_out = [name for name in chosen if name in registry.SYNCHRONOUS]
-    if len(left_out) == len(chosen):
-        able = ", ".join(name for name in registry.POLICIES if name not in registry.SYNCHRONOUS)
+    chosen, left_out = registry.without_training(registry.names(policies))
+    if not chosen:
+        able = ", ".join(registry.without_training(registry.POLICIES)[0])
         raise ConfigError(
             f"--policies {shown(policies)}: nothing is trained here, so synchronous policies are left out and none "
             f"remains; expected all or at least one of {able}"
         )
-    if not left_out:
-        return ()
-    return (f"{', '.join(left_out)}: nothing is trained here, so synchronous policies are left out",)
+    return left_out
 
 
 def outcomes_preset(asked: Asked) -> Shown:

@@ -69,6 +69,14 @@ def names(wanted: str | Iterable[str]) -> list[str]:
     return list(dict.fromkeys(chosen))
 
 
+def without_training(chosen: Iterable[str]) -> tuple[list[str], tuple[str, ...]]:
+    """Those of them that a run without training can have, and a note on the others, if any."""
+    every = list(chosen)
+    left_out = [name for name in every if name in SYNCHRONOUS]
+    note = f"{', '.join(left_out)}: nothing is trained here, so synchronous policies are left out"
+    return [name for name in every if name not in left_out], (note,) if left_out else ()
+
+
 @dataclass(frozen=True, slots=True)
 class Layouts:
     """Layouts by source, and what finding them cost: (source, layouts tried, steps simulated)."""
