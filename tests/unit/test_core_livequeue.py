@@ -422,10 +422,10 @@ def test_a_turn_on_an_engine_with_a_bounded_cache_asks_once_more_than_half_of_it
     (action,) = live.decide(0.0)
     live.leased(action.trajectory, engine=action.engine, level=0, since=0.0)
     assert asked.count("a") == 1, "the place was chosen by it"
-    for tokens in (200, 300, 460):
+    for tokens in (200, 300, 480):
         live.turned("a", generated=tokens, tokens=tokens, in_tool_wait=False)
-    assert asked.count("a") == 1, "460 and 50 to come are known of when the next turn is reported"
-    for tokens in (470, 480):
+    assert asked.count("a") == 1, "480 and half of 50 to come are known of when the next turn is reported"
+    for tokens in (485, 490):
         live.turned("a", generated=tokens, tokens=tokens, in_tool_wait=False)
     assert asked.count("a") == 3
 

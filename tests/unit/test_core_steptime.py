@@ -39,13 +39,16 @@ def test_the_staleness_bound_gives_the_tail_k_plus_one_steps_less_the_training()
 
 
 def test_the_kv_cache_bounds_the_rate():
-    """Half a million tokens each step; room for 4.5 sequences after FILL, since what they will grow to is kept free."""
+    """Half a million tokens each step; room after FILL for what sequences have and half of what they still get."""
     rate = EngineRates(0.02, 0.0, 0.0, 5_000.0)
     given_ = one_class(groups=100, samples=5, max_versions=9, recompute=False)
-    assert Problem([rate], given_).cap[:-1, 0] == pytest.approx(FILL * 5_000 / 1_000)
-    rate_s = 4.5 / 0.02
-    assert seconds([rate], given_, [1]) == pytest.approx(500_000 / rate_s, rel=1e-2)
-    assert seconds([rate], given_, [2]) == pytest.approx(500_000 / rate_s / 2, rel=1e-2)
+    way = given_.positions
+    cap = Problem([rate], given_).cap[:, 0]
+    assert cap[:-1] == pytest.approx(FILL * 5_000 / (way.context + 0.5 * way.growth)[:-1])
+    taken = float((way.alive * way.width) @ (0.02 / cap))
+    assert seconds([rate], given_, [1]) == pytest.approx(taken, rel=1e-2)
+    assert seconds([rate], given_, [2]) == pytest.approx(taken / 2, rel=1e-2)
+    assert 500_000 * 0.02 / 9.0 < taken < 500_000 * 0.02 / 4.5, "between 500 and 1,000 tokens of each are kept"
 
 
 def test_those_in_tool_calls_take_their_share_of_the_cache():

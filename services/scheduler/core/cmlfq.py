@@ -66,8 +66,9 @@ class QueueSettings:
     max_moves_each: int = 3
     """Moves of one trajectory: noise in the rates must not send it round and round."""
     kv_watermark: float = 0.95
-    kv_growth: float = 1.0
-    """Share of what a leased one is expected to generate (p50) that KV room is kept for. Less stops more of them later.
+    kv_growth: float = 0.5
+    """Share of what a leased one is expected to generate (p50) that KV room is kept for: a half is what it takes on
+    average until it ends. More keeps others out, less stops more of them later.
     """
     kv_pressure: float = 0.98
     reserve_share: float = 0.25

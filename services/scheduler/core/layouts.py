@@ -100,6 +100,8 @@ class Best:
     homogeneous: Judged | None
     """The best with engines of one kind alone, besides those that may not move."""
     tried: int
+    near: tuple[FleetLayout, ...] = ()
+    """All whose seconds are within `tie` of the best, best first."""
 
 
 @dataclass(slots=True)
@@ -175,8 +177,12 @@ class Judge:
             self._times[layout] = float(found.seconds[at]), float(found.full_s[at]), float(found.tail_s[at])
 
 
-def search(fleet: Fleet, job: Job, *, alternatives: int = 8, seeds: Sequence[FleetLayout] = ()) -> Best:
-    """The best layout for a fleet. `seeds`: layouts to try and improve besides those of the grid."""
+def search(
+    fleet: Fleet, job: Job, *, alternatives: int = 8, seeds: Sequence[FleetLayout] = (), tie: float = 0.0
+) -> Best:
+    """The best layout for a fleet. `seeds`: layouts to try and improve besides those of the grid; `tie`: relative
+    difference in seconds within which layouts are near the best.
+    """
     space = Space(fleet, job)
     coarse = list(dict.fromkeys([*(s for s in seeds if space.allows(s)), *space.coarse()]))
     judge = Judge(job)
@@ -185,13 +191,15 @@ def search(fleet: Fleet, job: Job, *, alternatives: int = 8, seeds: Sequence[Fle
     count = SEEDS if space.size > SMALL else 4 * SEEDS
     for start in dict.fromkeys([*single, *_ranked(times)[:count], *(s for s in seeds if s in times)]):
         times |= _improved(start, space, judge)
-    ranked = _placed(_ranked(times), fleet, 1)
+    order = _ranked(times)
+    ranked = _placed(order, fleet, 1)
     if not ranked:
         return Best(None, (), None, judge.tried)
-    others = [judge.judged(f) for f in _ranked(times)[: alternatives + 1] if f != ranked[0]]
+    others = [judge.judged(f) for f in order[: alternatives + 1] if f != ranked[0]]
+    near = tuple(f for f in order if times[f] <= times[ranked[0]] * (1.0 + tie))
     single = _placed(_ranked({f: s for f, s in times.items() if space.is_homogeneous(f)}), fleet, 1)
     homogeneous = judge.judged(single[0]) if single else None
-    return Best(judge.judged(ranked[0]), tuple(others[:alternatives]), homogeneous, judge.tried)
+    return Best(judge.judged(ranked[0]), tuple(others[:alternatives]), homogeneous, judge.tried, near)
 
 
 def _placed(layouts: Sequence[FleetLayout], fleet: Fleet, count: int) -> list[FleetLayout]:

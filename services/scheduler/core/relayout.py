@@ -30,12 +30,10 @@ from services.scheduler.core.topology import Fleet, FleetLayout, Kind
 
 ALTERNATIVES = 8
 """Layouts shown beside the chosen, the present and the best homogeneous one."""
-TIED = 40
-"""Layouts of which one may be taken for the best, if it is nearly as good."""
 TIE = 0.01
-"""Relative difference in seconds that is none."""
-LONGER = 1.5
-"""Factor of lengths at which those are compared that are equal at the expected lengths."""
+"""Relative difference in seconds that is none: about what predictions err by (`tests/bench/planner_error.py`)."""
+LONGER = MAX_DRIFT
+"""Factor of lengths at which layouts are compared that are equal at the expected lengths."""
 CANDIDATES = 4
 """Best layouts for which safe moves are looked for."""
 
@@ -116,7 +114,7 @@ def plan(given: Situation, settings: PlannerSettings, state: PlannerState) -> Re
     here = given.fleet.present
     horizon = _horizon(given, settings)
     job = horizon.jobs[1]
-    best = _robust(search(given.fleet, job, alternatives=TIED, seeds=(here,)), job)
+    best = _robust(search(given.fleet, job, alternatives=ALTERNATIVES, seeds=(here,), tie=TIE), given.fleet, job)
     present = Judge(job).judged(here)
     why_not = blocked(given.pace, settings, ready=True)
     if best.chosen is None:
@@ -134,17 +132,22 @@ def plan(given: Situation, settings: PlannerSettings, state: PlannerState) -> Re
     return found
 
 
-def _robust(best: Best, job: Job) -> Best:
-    """Of layouts that are as good as the best within TIE the one that is best if lengths turn out LONGER: policies tend
-    to write more as they learn, and a cache that is too small costs more than one that is too large.
+def _robust(best: Best, fleet: Fleet, job: Job) -> Best:
+    """Of layouts that are as good as the best within TIE the one with the fewest kinds of engines, since what moves
+    between kinds costs more than is predicted; then the one that is best if lengths turn out LONGER: policies tend to
+    write more as they learn, and a cache that is too small costs more than one that is too large.
     """
     if best.chosen is None:
         return best
-    limit = best.chosen.prediction.step_seconds * (1 + TIE)
-    tied = [best.chosen, *(j for j in best.others if j.prediction.step_seconds <= limit)]
-    longer = Judge(replace(job, demand=job.demand.scaled(LONGER))).seconds([j.layout for j in tied])
-    chosen = min(tied, key=lambda j: (longer[j.layout], j.prediction.step_seconds, j.layout.trainers, j.layout.engines))
-    others = tuple(j for j in (best.chosen, *best.others) if j is not chosen)
+    longer = Judge(replace(job, demand=job.demand.scaled(LONGER))).seconds(best.near)
+
+    def key(layout: FleetLayout) -> tuple[object, ...]:
+        return len(layout.engines), longer[layout], layout.trainers, layout.engines
+
+    able = (f for f in sorted(best.near, key=key) if place(fleet, f) is not None)
+    found = next(able, best.chosen.layout)
+    chosen = best.chosen if found == best.chosen.layout else Judge(job).judged(found)
+    others = tuple(j for j in (best.chosen, *best.others) if j.layout != chosen.layout)
     return replace(best, chosen=chosen, others=others[:ALTERNATIVES])
 
 
