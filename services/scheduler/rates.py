@@ -14,13 +14,14 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
 import yaml
 from pydantic import Field, field_validator
 
 from services.common import config
 from services.common.config import Strict
+from services.common.errors import ConfigError
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.core.rates import EngineKind, EngineRates, TrainerKind, TrainerRates
 
@@ -144,16 +145,33 @@ def loads(text: str, source: str) -> RateTable:
 
 def dumps(table: RateTable) -> str:
     """The file of a table; `loads` reads the same from it."""
-    engines = [{"type": k.type, "tp": k.tp, **asdict(r)} for k, r in sorted(table.engines.items())]
-    trainers = [
-        {"type": k.type, "accelerators": k.accelerators, **asdict(r)} for k, r in sorted(table.trainers.items())
-    ]
-    rows: Mapping[str, Any] = {
+    rows = {
         "profile": table.profile,
-        "engines": engines,
-        "trainers": [{n: v for n, v in row.items() if v != math.inf} for row in trainers],
+        "engines": [{"type": k.type, "tp": k.tp, **_plain(r)} for k, r in sorted(table.engines.items())],
+        "trainers": [
+            {"type": k.type, "accelerators": k.accelerators, **_plain(r)} for k, r in sorted(table.trainers.items())
+        ],
     }
     return yaml.safe_dump(rows, sort_keys=False, width=120)
+
+
+def write(path: str | Path, table: RateTable) -> None:
+    """A file that `read` reads. ConfigError for a table that it would refuse; refuses to overwrite."""
+    text = dumps(table)
+    loads(text, str(path))
+    try:
+        with Path(path).open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise ConfigError(f"{path} exists already; name another file or remove it") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot write the file: {error.strerror}") from None
+
+
+def _plain(rates: EngineRates | TrainerRates) -> dict[str, float]:
+    """Fields that are finite, as the types that YAML knows (numpy's are not)."""
+    fields = asdict(rates).items()
+    return {n: v if isinstance(v, int) else float(v) for n, v in fields if math.isfinite(v)}
 
 
 def _table(file: RatesFile) -> RateTable:

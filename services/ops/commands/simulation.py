@@ -154,7 +154,7 @@ def rates(
         raise ConfigError(
             f"--tp {tp}: no such engine holds {shape.name} on {hardware.accelerator.name}; give wider ones"
         )
-    out.write_text(tables.dumps(table), encoding="utf-8")
+    tables.write(out, table)
     rows = {
         "engines": [{"tp": k.tp, **asdict(r)} for k, r in table.engines.items()],
         "trainers": [{"accelerators": k.accelerators, **asdict(r)} for k, r in table.trainers.items()],
