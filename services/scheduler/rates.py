@@ -44,10 +44,7 @@ class EngineRow(Strict):
     max_running: int = Field(256, ge=1, le=1_000_000)
     start_s: Seconds = 0.0
     pause_s: Seconds = 0.0
-    asleep_bytes: C = TypeVar("C", bound=SchedulerConfig)
-
-
-Amount = 0.0
+    asleep_bytes: Amount = 0.0
 
 
 class TrainerRow(Strict):
@@ -63,10 +60,7 @@ class TrainerRow(Strict):
     micro_batch_tokens: float | None = Field(None, ge=1, le=1e18, allow_inf_nan=False)
     """None: it holds any sequence."""
     start_s: Seconds = 0.0
-    asleep_bytes: C = TypeVar("C", bound=SchedulerConfig)
-
-
-Amount = 0.0
+    asleep_bytes: Amount = 0.0
 
 
 class RatesFile(Strict):
