@@ -146,7 +146,7 @@ def dumps(table: RateTable) -> str:
             {"type": k.type, "accelerators": k.accelerators, **_plain(r)} for k, r in sorted(table.trainers.items())
         ],
     }
-    return yaml.safe_dump(rows, sort_keys=False, width=120)
+    return yaml.safe_dump(rows, sort_keys=False, width=120).replace("$", "$$")  # as configuration files have it
 
 
 def write(path: str | Path, table: RateTable) -> None:

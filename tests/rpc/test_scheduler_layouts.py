@@ -134,7 +134,7 @@ async def test_three_engines_become_two_trainers_in_one_move(tmp_path: Path):
         kinds = {(r.role, r.accelerator_type, r.accelerators, r.count) for r in stored.chosen.replicas}
         assert kinds == {(wire.ROLE_TRAINER, "a", 3, 2), (wire.ROLE_ROLLOUT, "b", 1, 2)}
         assert all(r.concurrency_cap > 0 for r in stored.chosen.replicas if r.role == wire.ROLE_ROLLOUT)
-        assert [a.label for a in stored.alternatives][0] == "present"
+        assert stored.alternatives[0].label == "present"
         assert all(a.reason.text for a in stored.alternatives)
         explained = await cluster.admin.Explain(wire.ExplainRequest(name=SIX[0]), timeout=5)
         assert any(d.reason.code == "GAIN" for d in explained.decisions)
@@ -258,3 +258,51 @@ async def test_a_file_of_rates_that_is_wrong_stops_the_start_in_words(tmp_path: 
     config = Cluster(tmp_path, planner={"rates": str(tmp_path / "rates.yaml")}).config
     with pytest.raises(ConfigError, match=r"rates.yaml:1: 'engines'.*\n.*'trainers' is missing"):
         await Scheduler(config).start()
+
+
+async def test_reports_and_steps_are_evidence(tmp_path: Path):
+    heard = Heard()
+    async with started(tmp_path, planner={"enabled": False}) as cluster, two_nodes(cluster) as robots:
+        cluster.scheduler.cycle.observe.listeners.append(heard)
+        for robot in (*robots.wide, *robots.narrow):
+            robot.play = lambda lease, robot=robot: with_a_tool(robot, lease)
+        planner = cluster.scheduler.cycle.planning.planner
+        await cluster.until(lambda: planner.evidence)
+        evidence = planner.evidence
+        before = evidence.trainers.rates(TrainerKind("b", 2)).token_s
+        await robots.trains(1)
+        (step,) = heard.steps
+        assert [(t.prompt_tokens, t.generated_tokens, t.context_tokens, t.tool_seconds) for t in step[0]] == [
+            (3, 8, 16, 2.5)
+        ] * 16
+        assert 0 < step[1] < 60
+        await cluster.until(lambda: heard.engines == {(2, 4, 28), (1, 4, 28)})
+        assert evidence.steps == 1
+        assert evidence.demand().sequences == 16
+        assert evidence.demand().longest_context == 16
+        assert evidence.trainers.rates(TrainerKind("b", 2)).token_s != before
+        assert evidence.engines.evidence(EngineKind("a", 2)) > 0
+        assert evidence.engines.evidence(EngineKind("b", 1)) > 0
+
+
+class Heard:
+    """What an observer's listener is told."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[object, float]] = []
+        self.engines: set[tuple[int, int, int]] = set()
+
+    def decoded(self, replica, engine) -> None:
+        self.engines.add((len(replica.accelerators), engine.running, engine.kv_used_tokens))
+
+    def consumed(self, manifest, trajectories, seconds) -> None:
+        self.steps.append((trajectories, seconds))
+
+
+async def with_a_tool(robot: RolloutRobot, lease: wire.TrajectoryLease) -> None:
+    """Two turns of four tokens; between them a call of 2.5 s that returns five tokens."""
+    first = robot.turn(lease, finish=wire.FINISH_REASON_TOOL_CALL)
+    first.turns[0].tool_calls.add(call_id="c", tool="t", outcome=wire.TOOL_OUTCOME_OK, latency=wire.duration(2.5))
+    await robot.report(wire.Delta(progress=[first]))
+    await robot.report(wire.Delta(progress=[robot.turn(lease, prompt=5, first=7, index=1)]))
+    await robot.end(lease, reward=1.0)

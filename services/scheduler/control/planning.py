@@ -44,7 +44,7 @@ class Planning:
         self._observe = observe
         self._handovers = handovers
         self._decisions = decisions
-        self._planner = planner
+        self.planner = planner
         section = ledger.config.planner
         self._settings = PlannerSettings(
             horizon_s=section.horizon_s, cooldown_s=section.cooldown_s, hysteresis=section.hysteresis,
@@ -77,7 +77,7 @@ class Planning:
         if not section.enabled or change.at < self._next_at:
             return
         self._next_at = change.at + section.interval_s
-        basis = self._planner.basis(change)
+        basis = self.planner.basis(change)
         if training_run(change) is None or basis == self._basis:
             return
         self._basis = basis
@@ -94,7 +94,7 @@ class Planning:
     def _feed(self, change: Change) -> None:
         fresh = [s for s in self._observe.steps if s.at > self._fed_at]
         settled = self._steps_seen - self._steps_at_move > 1
-        self._planner.feed(change, fresh, settled=settled, expected_s=self._expected_s)
+        self.planner.feed(change, fresh, settled=settled, expected_s=self._expected_s)
         self._steps_seen += len(fresh)
         if fresh:
             self._fed_at = fresh[-1].at
@@ -137,9 +137,9 @@ class Planning:
         busy = any(r.state not in REASSIGNMENT.terminal for r in change.fleet.reassignments.values())
         pace = Pace(
             change.at, self._steps_seen, self._steps_seen - self._steps_at_move, tuple(self._moves), busy,
-            self._planner.shifted,
+            self.planner.shifted,
         )  # fmt: skip
-        return self._planner.propose(change, pace, self._steps_left(change), settings, state)
+        return self.planner.propose(change, pace, self._steps_left(change), settings, state)
 
     # ---- moving
 
@@ -177,7 +177,7 @@ class Planning:
                 continue
             if move.ended_at_step is None:
                 move.ended_at_step = self._steps_seen
-                self._planner.handed_over(item)
+                self.planner.handed_over(item)
             seen = self._steps_seen - move.ended_at_step
             if seen <= SETTLE_STEPS and (training_run(change) is not None or seen < 2):
                 left.append(move)

@@ -18,6 +18,7 @@ from services.scheduler.control.specs import spec
 from services.scheduler.core import relayout, topology
 from services.scheduler.core.costmodel import NEVER_S, Mean
 from services.scheduler.core.evidence import Consumed, Evidence, Rules, Trained
+from services.scheduler.core.lifecycle import REASSIGNMENT
 from services.scheduler.core.model import Manifest, Reassignment, Replica, Run, Target
 from services.scheduler.core.pacing import Pace, PlannerSettings, PlannerState
 from services.scheduler.core.placement import Limits, Move, Progress, Safety
@@ -50,6 +51,11 @@ class Relayouts:
         """Of seconds of a step."""
         self._fed_at = 0.0
         observe.listeners.append(self)
+
+    @property
+    def evidence(self) -> Evidence | None:
+        """What was learnt of the run in training, or of the last one; None before the first."""
+        return self._job.evidence if self._job is not None else None
 
     # ---- what is seen
 
@@ -98,7 +104,11 @@ class Relayouts:
         return self._job is not None and self._job.evidence.history.shifted
 
     def basis(self, change: Change) -> Hashable:
-        """See proposals.Planner: steps and replicas. A plan takes long, and reports alone seldom change one."""
+        """See proposals.Planner: steps and replicas. A plan takes long, and reports alone seldom change one; while
+        something is handed over, none is wanted.
+        """
+        if any(r.state not in REASSIGNMENT.terminal for r in change.fleet.reassignments.values()):
+            return "handover"
         steps = self._job.evidence.steps if self._job is not None else 0
         return steps, tuple((r.name, r.state) for r in change.fleet.live_replicas())
 
@@ -158,7 +168,8 @@ class Relayouts:
         refused: dict[int, Reason] = {}
         limits = Limits(settings.min_trainers, settings.min_rollouts, given.demand.longest_context)
         progress = Progress(given.fleet, Safety(limits, given.engines, given.trainers))
-        for number, (planned, gain) in enumerate(zip(found.moves, planrecords.gains(found), strict=True)):
+        gains = planrecords.gains(found)
+        for number, planned in enumerate(found.moves[: planrecords.MAX_MOVES]):
             # the order of moves is safe as a whole; one that is taken out of turn must be so by itself
             unsafe = progress.unsafe(planned.move) if number else None
             targets = self._targets(change, planned.move) if unsafe is None else unsafe
@@ -166,8 +177,9 @@ class Relayouts:
                 refused[number] = targets
                 continue
             sources = tuple(change.fleet.replicas[name] for name in planned.move.sources)
-            words = Reason(found.reason.code, f"{planned.reason.text}: {found.reason.text}", found.reason.numbers)
-            return Start(sources, targets, number, gain, words), refused
+            text = f"{planned.reason.text}: {found.reason.text}"[:1024]
+            words = Reason(found.reason.code, text, found.reason.numbers)
+            return Start(sources, targets, number, gains[number], words), refused
         return None, refused
 
     def _targets(self, change: Change, move: Move) -> tuple[Target, ...] | Reason:
