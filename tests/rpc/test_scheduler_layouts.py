@@ -180,8 +180,17 @@ async def test_a_dry_run_shows_the_moves_and_makes_none(tmp_path: Path):
         assert move.gain_tokens > move.cost_tokens > 0
         assert sorted((r.name, r.state, r.generation) for r in cluster.state.live_replicas()) == before
         assert not planned(cluster)
-        # nor does it stand in the way of the planner's own evaluation
+
+
+async def test_a_dry_run_is_no_confirmation_and_takes_none_away(tmp_path: Path):
+    async with started(tmp_path, planner=ONE | {"confirmations": 2}) as cluster, two_nodes(cluster) as robots:
+        decisions = cluster.scheduler.cycle.decisions
+        await robots.trains(1)
+        await cluster.until(lambda: decisions.of(SIX[0])[-1].code == "CONFIRMING")
         assert (await propose(cluster)).reason.code == "GAIN"
+        assert not planned(cluster)
+        await robots.trains(1)
+        await cluster.until(lambda: planned(cluster) and planned(cluster)[0].state == "SUCCEEDED")
 
 
 async def test_a_move_of_which_one_target_fails_is_rolled_back_to_the_same_replicas(tmp_path: Path):

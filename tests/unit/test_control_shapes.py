@@ -182,6 +182,9 @@ async def test_the_planner_sees_the_sides_that_live_workers_could_take():
     assert len(seen.accelerators) == 8
     assert {a.node for a in seen.accelerators} == {"nodes/n0", "nodes/n1"}
     assert {r.name for r in seen.replicas if r.movable} == {"t", "r"}
+    world.fleet.replicas["t"].reassignment = "reassignments/1"
+    assert {r.name for r in view(world).replicas if r.movable} == {"r"}
+    world.fleet.replicas["t"].reassignment = ""
     for name in ("trainer-10", "trainer-11"):
         world.fleet.sessions[f"workers/{name}/sessions/1"].state = "EXPIRED"
     pools = {a.name: a.pool for a in view(world).accelerators}
