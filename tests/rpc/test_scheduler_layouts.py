@@ -155,7 +155,9 @@ async def test_the_next_move_follows_and_what_a_plan_leaves_idle_stays_idle(tmp_
         await robots.trains(2, spare)
         assert shapes(cluster) == rest
         assert len(planned(cluster)) == 2
-        assert (await propose(cluster)).reason.code != "NO_RATES"
+        assert (await propose(cluster)).reason.code == "BALANCED"
+        explained = await cluster.admin.Explain(wire.ExplainRequest(name=accelerator(0, N1)), timeout=5)
+        assert "a plan left it idle" in explained.summary
 
 
 async def test_engines_have_the_level_and_the_cap_of_their_degree(tmp_path: Path):

@@ -31,7 +31,8 @@ def fleet_view(change: Change, observe: Observe) -> Fleet:
     for replica in fleet.live_replicas():
         on = [fleet.accelerators[name] for name in replica.accelerators if name in fleet.accelerators]
         held.update(replica.accelerators)
-        if replica.state not in SHOWN or any(a.sharing != "EXCLUSIVE" for a in on):
+        known = len(on) == len(replica.accelerators) and all(a.sharing == "EXCLUSIVE" for a in on)
+        if replica.state not in SHOWN or not known:
             continue
         movable = replica.state in MOVABLE and not replica.reassignment and all(a.name in pools for a in on)
         replicas.append(Replica(replica.name, replica.role, replica.accelerators, movable))
