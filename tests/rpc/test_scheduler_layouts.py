@@ -214,6 +214,23 @@ async def test_a_move_of_which_one_target_fails_is_rolled_back_to_the_same_repli
         assert not {n for n, a in now.items() if set(a) <= set(SIX)} & set(began), "under new generations"
 
 
+async def test_a_move_goes_on_over_a_restart_of_the_scheduler(tmp_path: Path):
+    async with started(tmp_path, planner=ONE) as cluster, two_nodes(cluster) as robots:
+        robots.nodes[0].confirms = False
+        await robots.trains(2)
+        await cluster.until(lambda: planned(cluster) and planned(cluster)[0].state == "RELEASING")
+        await cluster.restart()
+        (item,) = planned(cluster)
+        robots.nodes[0].confirms = True
+        await cluster.until(lambda: item.state == "SUCCEEDED", 20)
+        assert shapes(cluster) == MOVED
+        # what was learnt is gone, and without it nothing is planned
+        plan = await propose(cluster)
+        assert (plan.reason.code, len(plan.moves)) == ("NO_EVIDENCE", 0)
+        kinds = {(r.role, r.accelerators, r.count) for r in plan.chosen.replicas}
+        assert kinds == {(wire.ROLE_TRAINER, 3, 2), (wire.ROLE_TRAINER, 2, 1), (wire.ROLE_ROLLOUT, 1, 2)}
+
+
 async def test_a_lost_engine_comes_back_on_the_accelerators_that_it_had(tmp_path: Path):
     quick = {"ttl": 1.0, "margin": 0.2, "report_interval": 0.1}
     async with started(tmp_path, planner={"enabled": False}, leases=quick) as cluster, two_nodes(cluster) as robots:

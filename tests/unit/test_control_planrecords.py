@@ -27,9 +27,16 @@ def there_is(trainers, engines):
     return fleet(**kept, nodes=3)
 
 
-def recorded(found, table):
+def recorded(given_, found, table):
     generations = {name: number for number, name in enumerate(sorted({s for m in found.moves for s in m.move.sources}))}
-    message = planrecords.plan(found, table, generations, {0: Reason("NO_WORKER", "why")} if found.moves else {}, 0.1)
+    message = planrecords.plan(
+        found,
+        planrecords.gains(given_, found),
+        table,
+        generations,
+        {0: Reason("NO_WORKER", "why")} if found.moves else {},
+        0.1,
+    )
     return generations, wire.Plan.FromString(message.SerializeToString())
 
 
@@ -39,8 +46,9 @@ def test_records_name_the_accelerators_of_the_plan(trainers, engines, work, pena
     here = there_is(trainers, engines)
     rates = engine_rates(penalty=penalty), trainer_rates(slow=heavy)
     table = RateTable("of the test", *rates)
-    found = relayout.plan(situation(here, demand=work, engines=rates[0], trainers=rates[1]), AT_ONCE, PlannerState())
-    generations, plan = recorded(found, table)
+    given_ = situation(here, demand=work, engines=rates[0], trainers=rates[1])
+    found = relayout.plan(given_, AT_ONCE, PlannerState())
+    generations, plan = recorded(given_, found, table)
     # moves
     assert len(plan.moves) == len(found.moves)
     used = []

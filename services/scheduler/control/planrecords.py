@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 
 from services.common import wire
 from services.scheduler.control import proposals
-from services.scheduler.core.layouts import Judged, Level
+from services.scheduler.core.costmodel import NEVER_S
+from services.scheduler.core.layouts import Job, Judge, Judged, Level
 from services.scheduler.core.placement import NewReplica
 from services.scheduler.core.reason import Reason
-from services.scheduler.core.relayout import PlannedMove, Relayout
+from services.scheduler.core.relayout import PlannedMove, Relayout, Situation
 from services.scheduler.core.topology import FleetLayout
 from services.scheduler.rates import RateTable
 
@@ -18,14 +19,11 @@ MAX_MOVES = 256
 
 
 def plan(
-    found: Relayout,
-    table: RateTable,
-    generations: Mapping[str, int],
-    refused: Mapping[int, Reason],
-    error: float | None,
-) -> wire.Plan:
-    """Layouts and moves. `generations` by replica; `refused`: moves that cannot start now, by their place, and why;
-    `error`: median relative error of the last step times that were predicted.
+    found: Relayout, gained: Sequence[float], table: RateTable, generations: Mapping[str, int],
+    refused: Mapping[int, Reason], error: float | None,
+) -> wire.Plan:  # fmt: skip
+    """Layouts and moves. `gained`: tokens by each move (`gains`); `generations` by replica; `refused`: moves that
+    cannot start now, by their place, and why; `error`: median relative error of predicted step times.
     """
     message = wire.Plan(
         chosen=_judged(found.chosen.judged, table, error), reason=proposals.reason(found.reason), profile=table.profile
@@ -36,8 +34,8 @@ def plan(
         message.alternatives.add(
             label=other.label, layout=_judged(other.judged, table, error), reason=proposals.reason(other.reason)
         )
-    for planned, gain in list(zip(found.moves, gains(found), strict=True))[:MAX_MOVES]:
-        message.moves.append(_move(planned, gain * found.horizon_s, table, generations))
+    for planned, gain in list(zip(found.moves, gained, strict=True))[:MAX_MOVES]:
+        message.moves.append(_move(planned, gain, table, generations))
     for number, why in sorted(refused.items()):
         message.refused.add(move=number, reason=proposals.reason(why))
     return message
@@ -48,10 +46,17 @@ def unplanned(present: FleetLayout, table: RateTable, why: Reason) -> wire.Plan:
     return wire.Plan(chosen=_layout(present, table, 0.0, ()), reason=proposals.reason(why), profile=table.profile)
 
 
-def gains(found: Relayout) -> list[float]:
-    """Trained tokens per second more by each move, over what those before it give."""
-    rates = [found.reason.numbers.get("tokens_per_s", 0.0), *(m.tokens_per_s for m in found.moves)]
-    return [there - here for here, there in itertools.pairwise(rates)]
+def gains(given: Situation, found: Relayout) -> list[float]:
+    """Tokens that each move brings: its part of the plan's gain, by what it adds at the lengths of now."""
+    if len(found.moves) < 2:
+        return [found.gain_tokens for _ in found.moves]
+    layouts = [given.fleet.present, *(m.layout for m in found.moves)]
+    seconds = Judge(Job(given.demand, given.engines, given.trainers, given.imbalance)).seconds(layouts)
+    rates = [0.0 if seconds[at] >= NEVER_S else 1.0 / seconds[at] for at in layouts]
+    total = rates[-1] - rates[0]
+    if total <= 0.0:  # it pays by the drift that is expected alone
+        return [found.gain_tokens / len(found.moves) for _ in found.moves]
+    return [found.gain_tokens * (there - here) / total for here, there in itertools.pairwise(rates)]
 
 
 def _judged(judged: Judged, table: RateTable, error: float | None) -> wire.Layout:

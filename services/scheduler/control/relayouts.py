@@ -141,7 +141,8 @@ class Relayouts:
         )  # fmt: skip
 
     def _proposal(self, change: Change, given: Situation, settings: PlannerSettings, found: Relayout) -> Proposal:
-        start, refused = self._start(change, given, settings, found)
+        gained = planrecords.gains(given, found)
+        start, refused = self._start(change, given, settings, found, gained)
         why = found.reason
         if found.moves and start is None:
             first = refused[min(refused)]
@@ -152,7 +153,7 @@ class Relayouts:
         return Proposal(
             why, found.chosen.judged.layout.words(), found.present.reason.text, found.chosen.reason.text,
             seconds if seconds < NEVER_S else 0.0, start,
-            planrecords.plan(found, self._table, generations, refused, self._errors.median),
+            planrecords.plan(found, gained, self._table, generations, refused, self._errors.median),
         )  # fmt: skip
 
     def _unplanned(self, view: topology.Fleet, why: Reason) -> Proposal:
@@ -162,13 +163,12 @@ class Relayouts:
     # ---- what comes of it
 
     def _start(
-        self, change: Change, given: Situation, settings: PlannerSettings, found: Relayout
+        self, change: Change, given: Situation, settings: PlannerSettings, found: Relayout, gained: Sequence[float]
     ) -> tuple[Start | None, dict[int, Reason]]:
         """The first move that can start now, and why those before it cannot; the rest is planned anew."""
         refused: dict[int, Reason] = {}
         limits = Limits(settings.min_trainers, settings.min_rollouts, given.demand.longest_context)
         progress = Progress(given.fleet, Safety(limits, given.engines, given.trainers))
-        gains = planrecords.gains(found)
         for number, planned in enumerate(found.moves[: planrecords.MAX_MOVES]):
             # the order of moves is safe as a whole; one that is taken out of turn must be so by itself
             unsafe = progress.unsafe(planned.move) if number else None
@@ -179,7 +179,7 @@ class Relayouts:
             sources = tuple(change.fleet.replicas[name] for name in planned.move.sources)
             text = f"{planned.reason.text}: {found.reason.text}"[:1024]
             words = Reason(found.reason.code, text, found.reason.numbers)
-            return Start(sources, targets, number, gains[number], words), refused
+            return Start(sources, targets, number, gained[number] / found.horizon_s, words), refused
         return None, refused
 
     def _targets(self, change: Change, move: Move) -> tuple[Target, ...] | Reason:

@@ -74,8 +74,6 @@ class PlannedMove:
     move: Move
     layout: FleetLayout
     """After it."""
-    tokens_per_s: float
-    """Over the horizon, with that layout."""
     cost_tokens: float
     reason: Reason
 
@@ -223,7 +221,7 @@ def _weighed(
 ) -> Relayout | Reason:  # fmt: skip
     """Gain against cost of these moves."""
     chosen, (moves, layouts) = candidate[0], (candidate[1].moves, candidate[1].layouts)
-    rates = horizon.rates([given.fleet.present, *layouts])
+    rates = horizon.rates([given.fleet.present, layouts[-1]])
     costs = [_cost(given, m, rates[0]) for m in moves]
     gain, cost = (rates[-1] - rates[0]) * horizon.seconds, sum(costs)
     numbers = {
@@ -240,8 +238,8 @@ def _weighed(
     if gain <= cost * (1 + settings.hysteresis) or rates[-1] < rates[0] * (1 + settings.min_gain):
         return Reason("BALANCED", f"{text}; not worth it", numbers)
     planned = tuple(
-        PlannedMove(move, layout, rate, c, Reason("GAIN", _move_words(move), {"cost_tokens": c}))
-        for move, layout, rate, c in zip(moves, layouts, rates[1:], costs, strict=True)
+        PlannedMove(move, layout, c, Reason("GAIN", _move_words(move), {"cost_tokens": c}))
+        for move, layout, c in zip(moves, layouts, costs, strict=True)
     )
     stay = _stay(present, chosen, best, horizon, Reason("GAIN", text, numbers))
     return replace(stay, moves=planned, gain_tokens=gain, cost_tokens=cost)
