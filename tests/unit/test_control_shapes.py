@@ -1,6 +1,10 @@
 """Which accelerators serve together, by the table of rates and by what was before; what a planner may make of a fleet."""
 
+import asyncio
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from services.common import wire
 from services.common.clock import ManualClock
@@ -8,7 +12,7 @@ from services.scheduler.config import SchedulerConfig
 from services.scheduler.control.fleetview import fleet_view, makeable, unrated
 from services.scheduler.control.ledger import Ledger
 from services.scheduler.control.observe import Observe
-from services.scheduler.control.shapes import Shapes, free_worker, worker_for
+from services.scheduler.control.shapes import Shapes, free_worker, last_shapes, worker_for
 from services.scheduler.core.model import (
     Accelerator,
     Fleet,
@@ -68,67 +72,128 @@ class World:
         made = [Target("", "ROLLOUT", self.on(*t), "workers/w") for t in targets]
         self.fleet.reassignments[name] = Reassignment(name, state, [Source(s, 1) for s in sources], made)
 
-    def beside(self, number, role="ROLLOUT", busy=()):
-        found = self.shapes.beside(self.fleet, self.fleet.accelerators[self.names[number]], role, self.on(*busy))
-        return tuple(self.names.index(a) for a in found)
+    def idle(self, busy=()):
+        found = self.shapes.idle(self.fleet, self.on(*busy))
+        return [(role[0], *(self.names.index(a) for a in accelerators)) for role, accelerators in found]
 
 
 async def test_what_has_served_nothing_begins_with_the_smallest_replicas_of_its_node_type_and_pool():
     world = World()
-    assert world.beside(0) == (0, 1)
-    assert world.beside(2) == (2, 3)
-    assert world.beside(0, "TRAINER") == (0, 1, 2)
-    assert world.beside(0, busy=(1,)) == (0, 2)
-    assert world.beside(3) == (), "nobody is left beside it"
-    world.fleet.accelerators[world.names[1]].pool = "CORE_ROLLOUT"
-    assert world.beside(0) == (0, 2)
-    world.fleet.accelerators[world.names[2]].type = "b"
-    assert world.beside(0) == (0, 3)
-    world.fleet.accelerators[world.names[3]].role = "TRAINER"
-    assert world.beside(0) == ()
-    assert world.beside(2) == (), "the table knows nothing of type b"
+    assert world.idle() == [("R", 0, 1), ("R", 2, 3), ("R", 4, 5), ("R", 6, 7)]
+    assert world.idle(busy=(1, 4)) == [("R", 0, 2), ("R", 5, 6)], "one of each node is left over"
+    for number in range(4):
+        world.fleet.accelerators[world.names[number]].pool = "CORE_TRAINING"
+    assert world.idle(busy=(4, 5, 6, 7)) == [("T", 0, 1, 2)]
+    for number, changes in {4: {"pool": "CORE_ROLLOUT"}, 5: {"type": "b"}, 6: {"role": "TRAINER"}}.items():
+        for field, value in changes.items():
+            setattr(world.fleet.accelerators[world.names[number]], field, value)
+    assert world.idle(busy=(0, 1, 2, 3)) == [], "all four are different; the table knows nothing of type b"
+    world.fleet.accelerators[world.names[7]].pool = "CORE_ROLLOUT"
+    assert world.idle(busy=(0, 1, 2, 3)) == [("R", 4, 7)]
 
 
 async def test_without_a_table_every_accelerator_is_by_itself():
     world = World(None)
     world.was("SUCCEEDED", targets=[(0, 1)])
-    assert world.beside(0) == (0,)
-    assert world.beside(0, "TRAINER") == (0,)
+    world.replica("r", "ROLLOUT", (2, 3))
+    world.fleet.accelerators[world.names[4]].pool = "CORE_TRAINING"
+    world.fleet.accelerators[world.names[5]].role = "TRAINER"
+    assert world.idle(busy=(7,)) == [("R", 0), ("R", 1), ("T", 4), ("T", 5), ("R", 6)]
 
 
 async def test_what_was_made_together_comes_back_together():
     world = World()
     world.was("SUCCEEDED", targets=[(1, 2)])
-    assert world.beside(1) == (1, 2)
-    assert world.beside(2) == (1, 2)
-    assert world.beside(0) == (0, 3)
+    assert world.idle(busy=(4, 5, 6, 7)) == [("R", 1, 2), ("R", 0, 3)]
     world.replica("other", "ROLLOUT", (2,))
-    assert world.beside(1) == (), "it waits for the one beside it"
+    assert world.idle(busy=(4, 5, 6, 7)) == [("R", 0, 3)], "it waits for the one beside it"
+    world.fleet.replicas.clear()
+    world.fleet.accelerators[world.names[1]].role = "TRAINER"
+    assert world.idle(busy=(3, 4, 5, 6, 7)) == [], "they are to serve different sides"
 
 
 async def test_after_a_failure_it_is_what_was_given_up_that_comes_back():
     for state in ("ROLLING_BACK", "ROLLED_BACK", "FAILED"):
         world = World()
-        world.replica("r", "ROLLOUT", (0, 1), state="RELEASED")
+        world.replica("r", "ROLLOUT", (2, 3), state="RELEASED")
+        world.was("SUCCEEDED", targets=[(0, 1, 2, 3)])
         world.was(state, sources=["r"], targets=[(0, 1, 2, 3)])
-        assert world.beside(0) == (0, 1)
+        assert ("R", 2, 3) in world.idle()
     world = World()
     world.was("ROLLED_BACK", targets=[(0, 1, 2, 3)])
-    assert world.beside(0) == (0, 1, 2, 3), "it was to be, and nothing was given up for it"
+    assert world.idle(busy=(4, 5, 6, 7)) == [("R", 0, 1, 2, 3)], "it was to be, and nothing was given up for it"
 
 
 async def test_what_a_plan_left_idle_stays_idle():
     world = World()
     world.replica("r", "ROLLOUT", (0, 1, 2, 3), state="RELEASED")
     world.was("SUCCEEDED", sources=["r"], targets=[(0, 1)])
-    assert world.beside(2) == ()
-    assert world.beside(0) == (0, 1)
+    assert world.idle(busy=(4, 5, 6, 7)) == [("R", 0, 1)]
+    assert last_shapes(world.fleet)[world.names[2]] == ()
+
+
+async def test_where_the_hand_over_is_forgotten_the_newest_replica_says_what_belonged_together():
+    world = World()
+    world.replica("r", "ROLLOUT", (0, 1), state="RELEASED")
+    world.replica("s", "ROLLOUT", (1, 2), state="RELEASED")
+    assert ("R", 1, 2) in world.idle()
+    world.was("SUCCEEDED", targets=[(2, 3)])
+    assert ("R", 2, 3) in world.idle()
+
+
+PARTS = st.lists(st.integers(0, 3), max_size=4, unique=True).map(tuple)
+HISTORY = st.tuples(st.sampled_from(["SUCCEEDED", "ROLLED_BACK", "GRANTING"]), st.lists(PARTS, max_size=2), PARTS)
+
+
+@given(st.lists(HISTORY, max_size=6), st.lists(st.sampled_from(["", "TRAINER", "ROLLOUT"]), min_size=4, max_size=4))
+def test_whatever_happened_no_accelerator_is_given_out_twice(history, roles):
+    async def body():
+        world = World()
+        for number, (state, sources, target) in enumerate(history):
+            for at, numbers in enumerate(sources):
+                world.replica(f"r{number}-{at}", "ROLLOUT", numbers, state="RELEASED")
+            world.was(state, sources=[f"r{number}-{at}" for at in range(len(sources))], targets=[target])
+        for name, role in zip(world.names, roles, strict=False):
+            world.fleet.accelerators[name].role = role
+        found = world.idle(busy=(4,))
+        numbers = [n for _, *group in found for n in group]
+        assert len(set(numbers)) == len(numbers)
+        assert 4 not in numbers
+        wanted = {n: (roles[n] or "ROLLOUT")[0] if n < 4 else "R" for n in range(8)}
+        assert all(wanted[n] == role for role, *group in found for n in group)
+        assert all(world.shapes.rates.has({"R": "ROLLOUT", "T": "TRAINER"}[r], "a", len(g)) for r, *g in found)
+
+    asyncio.run(body())
 
 
 async def test_a_shape_that_the_table_has_no_more_is_forgotten():
     world = World()
     world.was("SUCCEEDED", targets=[(0,)])
-    assert world.beside(0) == (0, 1)
+    assert world.idle(busy=(4, 5, 6, 7)) == [("R", 0, 1), ("R", 2, 3)]
+
+
+async def test_a_thousand_idle_accelerators_are_told_apart_at_once():
+    world = World()
+    for n in range(2, 256):
+        for i in range(4):
+            name = f"nodes/n{n}/accelerators/{i}"
+            world.fleet.accelerators[name] = Accelerator(name, "a")
+    calls = []
+    world.fleet.reassignments = Counting(calls)
+    assert len(world.shapes.idle(world.fleet, ())) == 512
+    assert len(calls) == 1, "hand-overs are looked through once, not once for each"
+
+
+class Counting(dict):
+    """Notes when its values are asked for."""
+
+    def __init__(self, calls):
+        super().__init__()
+        self.calls = calls
+
+    def values(self):
+        self.calls.append(1)
+        return super().values()
 
 
 async def test_targets_have_the_level_of_their_degree_and_the_cap_of_the_table_or_the_smaller_one_of_the_configuration():

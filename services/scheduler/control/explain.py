@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from services.common import wire
 from services.scheduler.control import batches
-from services.scheduler.control.shapes import last_shape
+from services.scheduler.control.shapes import last_shapes
 
 if TYPE_CHECKING:
     from services.scheduler.control.cycle import Cycle
@@ -71,7 +71,7 @@ def _accelerator(cycle: "Cycle", name: str) -> str:
     replica = fleet.replica_on(name)
     planned = cycle.decisions.of(name)
     tail = f"; last plan: {planned[-1].text}" if planned else ""
-    if replica is None and last_shape(fleet, name) == ():
+    if replica is None and last_shapes(fleet).get(name) == ():
         return f"{name} ({item.pool}) holds no replica: a plan left it idle{tail}"
     if replica is None:
         role = item.role or "any role"

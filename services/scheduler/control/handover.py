@@ -8,14 +8,14 @@ layout (`restore_layout`) brings its replica back under a new generation.
 """
 
 import uuid
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from services.common import log, wire
 from services.scheduler.control import commands
 from services.scheduler.control.ledger import Change, Ledger
 from services.scheduler.control.shapes import Shapes
 from services.scheduler.core.lifecycle import REASSIGNMENT, REPLICA
-from services.scheduler.core.model import Accelerator, Command, Reassignment, Replica, Session, Source, Target
+from services.scheduler.core.model import Command, Reassignment, Replica, Session, Source, Target
 
 _log = log.get(__name__)
 
@@ -89,29 +89,23 @@ class Handovers:
             serving = fleet.replica_on(accelerator.name)
             if serving is not None and serving.state == "ACTIVE":
                 self._tries.pop(accelerator.name, None)
-            if accelerator.name in busy or serving is not None:
-                continue
-            if change.at >= self._retry_at.get(accelerator.name, 0.0):
-                busy.update(self._restore(change, accelerator, busy))
+        for role, accelerators in self.shapes.idle(fleet, busy):
+            if all(change.at >= self._retry_at.get(name, 0.0) for name in accelerators):
+                self._restore(change, role, accelerators)
 
-    def _restore(self, change: Change, first: Accelerator, busy: Collection[str]) -> tuple[str, ...]:
-        """Starts a replica on an idle accelerator and those beside it; which ones it stands on, none if it cannot."""
-        role = first.role or ("TRAINER" if first.pool == "CORE_TRAINING" else "ROLLOUT")
-        accelerators = self.shapes.beside(change.fleet, first, role, busy)
-        worker = self.shapes.worker_for(change, role, accelerators) if accelerators else None
+    def _restore(self, change: Change, role: str, accelerators: tuple[str, ...]) -> None:
+        worker = self.shapes.worker_for(change, role, accelerators)
         if worker is None:
-            return ()
+            return
         # a grant that always fails (a foreign process holds the device) must not be tried at full speed for ever
         for name in accelerators:
             tries = self._tries[name] = self._tries.get(name, 0) + 1
             self._retry_at[name] = change.at + min(MAX_RETRY_SECONDS, 2.0**tries)
-        serves = "serves" if len(accelerators) == 1 else "serve"
         self.start(
             change, [], [self.shapes.target(change.fleet, role, accelerators, worker.worker)],
             cause="bootstrap", code="RESTORE_LAYOUT",
-            text=f"{', '.join(accelerators)} {serves} {role} and has no replica",
+            text=f"{', '.join(accelerators)} serves {role} and has no replica",
         )  # fmt: skip
-        return accelerators
 
     def _accelerators_of(self, sources: Sequence[Source]) -> list[str]:
         replicas = (self._ledger.fleet.replicas.get(s.replica) for s in sources)

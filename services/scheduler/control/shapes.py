@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator
 
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.control.ledger import Change
-from services.scheduler.core.model import Accelerator, Fleet, Reassignment, Session, Target
+from services.scheduler.core.model import Accelerator, Fleet, Session, Target
 from services.scheduler.rates import RateTable
 
 KIND_OF_ROLE = {"ROLLOUT": "ROLLOUT", "TRAINER": "TRAINER"}
@@ -38,29 +38,26 @@ class Shapes:
             cap = min(cap, most) if named else most
         return Target(replica="", role=role, accelerators=accelerators, worker=worker, level=level, concurrency_cap=cap)
 
-    def beside(self, fleet: Fleet, first: Accelerator, role: str, busy: Collection[str]) -> tuple[str, ...]:
-        """The accelerators of the replica that an idle one should be part of; none if it should stay idle for now."""
+    def idle(self, fleet: Fleet, busy: Collection[str]) -> list[tuple[str, tuple[str, ...]]]:
+        """Role and accelerators of each replica that should be there and is not, as far as all of them are idle."""
+        free = {n: a for n, a in fleet.accelerators.items() if n not in busy and fleet.replica_on(n) is None}
         if self.rates is None:
-            return (first.name,)
-        idle = [
-            a
-            for a in fleet.accelerators.values()
-            if a.name not in busy and fleet.replica_on(a.name) is None and (a.role or role) == role
-        ]
-        last = self._last(fleet, first, role)
-        if last is not None:
-            return last if set(last) <= {a.name for a in idle} else ()
-        size = self.rates.least(role, first.type)
-        near = [a.name for a in idle if _place(a) == _place(first) and self._last(fleet, a, role) is None]
-        near = near[near.index(first.name) :]
-        return tuple(near[:size]) if size is not None and len(near) >= size else ()
-
-    def _last(self, fleet: Fleet, item: Accelerator, role: str) -> tuple[str, ...] | None:
-        """What an accelerator was part of; None if that is not known, or nothing that the table has."""
-        last = last_shape(fleet, item.name)
-        if last and self.rates is not None and not self.rates.has(role, item.type, len(last)):
-            return None
-        return last
+            return [(_role(a), (n,)) for n, a in free.items()]
+        last, found = last_shapes(fleet), list[tuple[str, tuple[str, ...]]]()
+        unknown: dict[tuple[str, ...], list[str]] = {}
+        """Accelerators whose shape is not known, or nothing that the table has; by what may stand together."""
+        for name, item in free.items():
+            shape, role = last.get(name), _role(item)
+            agreed = shape is not None and all(last.get(n) == shape for n in shape)
+            if shape is None or not agreed or (shape and not self.rates.has(role, item.type, len(shape))):
+                beside = unknown.setdefault((role, item.type, item.pool, node_of(name), item.link_domain), [])
+                beside.append(name)
+                if len(beside) == self.rates.least(role, item.type):
+                    found.append((role, tuple(beside)))
+                    beside.clear()
+            elif shape[:1] == (name,) and all(n in free and _role(free[n]) == role for n in shape):
+                found.append((role, shape))
+        return found
 
     def worker_for(self, change: Change, role: str, accelerators: tuple[str, ...]) -> Session | None:
         """Whom an idle set of accelerators is granted to."""
@@ -69,8 +66,9 @@ class Shapes:
         return free_worker(change, role, accelerators, ())
 
 
-def _place(item: Accelerator) -> tuple[str, ...]:
-    return item.type, item.pool, node_of(item.name), item.link_domain
+def _role(item: Accelerator) -> str:
+    """What it should serve."""
+    return item.role or ("TRAINER" if item.pool == "CORE_TRAINING" else "ROLLOUT")
 
 
 def node_of(accelerator: str) -> str:
@@ -110,22 +108,15 @@ def able_workers(change: Change, role: str, accelerators: tuple[str, ...]) -> It
             yield session
 
 
-def last_shape(fleet: Fleet, accelerator: str) -> tuple[str, ...] | None:
-    """What the newest hand-over says that an accelerator should be part of: () for nothing; None if no one knows."""
-    for item in reversed(fleet.reassignments.values()):
-        made = next((t.accelerators for t in item.targets if accelerator in t.accelerators), None)
-        given = _given(fleet, item, accelerator)
-        if made is None and given is None:
-            continue
-        # what came from nothing stays as it was meant, also after a failure
-        return given if item.state in UNDONE and given is not None else (made or ())
-    return None
-
-
-def _given(fleet: Fleet, item: Reassignment, accelerator: str) -> tuple[str, ...] | None:
-    """The accelerators of the source that an accelerator was part of."""
-    for source in item.sources:
-        replica = fleet.replicas.get(source.replica)
-        if replica is not None and accelerator in replica.accelerators:
-            return replica.accelerators
-    return None
+def last_shapes(fleet: Fleet) -> dict[str, tuple[str, ...]]:
+    """By accelerator, which ones it should serve together with, itself among them, as its newest hand-over says, or its
+    newest replica where that is forgotten; () if it was left idle. Those of which nothing is known are not in it.
+    """
+    found = {name: r.accelerators for r in fleet.replicas.values() for name in r.accelerators}
+    for item in fleet.reassignments.values():
+        sources = [fleet.replicas[s.replica].accelerators for s in item.sources if s.replica in fleet.replicas]
+        given = {name: shape for shape in sources for name in shape}
+        made = {name: t.accelerators for t in item.targets for name in t.accelerators}
+        # after a failure what came from nothing stays as it was meant, and what was idle beside others as it was before
+        found |= given if item.state in UNDONE and given else dict.fromkeys(given, ()) | made
+    return found
