@@ -38,6 +38,7 @@ app.command()(changes.reassign)
 app.command()(changes.preempt)
 app.command()(simulation.simulate)
 app.command()(simulation.calibrate)
+app.command()(simulation.rates)
 app.command()(replay.replay)
 
 

@@ -15,6 +15,7 @@ from services.common import config
 from services.common.config import Strict
 from services.common.errors import ConfigError
 from services.node.config import AcceleratorSection, RestartSection
+from services.scheduler import rates
 from services.scheduler.config import SchedulerConfig
 
 LOCAL = Path(__file__).with_name("assets") / "local.yaml"
@@ -165,6 +166,9 @@ def _unique(names: Sequence[str]) -> None:
 def load(path: str | Path) -> ClusterConfig:
     """Reads a cluster file and checks the services' own settings in it; ConfigError otherwise."""
     cluster = config.load(path, ClusterConfig)
+    if cluster.scheduler.planner.rates:
+        cluster = cluster.model_copy(update={"scheduler": rates.beside(cluster.scheduler, path)})
+        rates.read(cluster.scheduler.planner.rates)
     check(cluster, str(path))
     return cluster
 

@@ -6,6 +6,7 @@ import sys
 
 from services.common import config, log
 from services.common.errors import ConfigError
+from services.scheduler import rates
 from services.scheduler.bootstrap import run
 from services.scheduler.config import SchedulerConfig
 
@@ -16,7 +17,7 @@ def main() -> int:
     parser.add_argument("--config", required=True, help="YAML file; unknown keys are refused")
     arguments = parser.parse_args()
     try:
-        settings = config.load(arguments.config, SchedulerConfig)
+        settings = rates.beside(config.load(arguments.config, SchedulerConfig), arguments.config)
         log.setup("scheduler", level=settings.log_level)
         return asyncio.run(run(settings))
     except ConfigError as error:

@@ -9,6 +9,7 @@ from services.common.blobs import BlobStore
 from services.common.clock import SystemClock
 from services.common.rpc.server import RunningServer, serve
 from services.common.supervise import Tasks
+from services.scheduler import rates
 from services.scheduler.api.admin import AdminService
 from services.scheduler.api.contract import NAMES, add_to_server, check
 from services.scheduler.api.fleet import FleetService
@@ -49,6 +50,7 @@ class Scheduler:
 
     async def start(self) -> None:
         """Opens the store, takes the lead under a new term, loads the state and serves. ConfigError if it cannot."""
+        table = rates.read(self._config.planner.rates) if self._config.planner.rates else None
         store = await asyncio.to_thread(open_store, self._config.database, self._config.database_password_file)
         self._store = store
         term = await asyncio.to_thread(store.acquire_term)
@@ -57,7 +59,7 @@ class Scheduler:
         writer = Writer(store, term)
         self._writer = writer
         ledger = Ledger(fleet, writer, SystemClock(), self._config)
-        cycle = Cycle(ledger, BlobStore(self._config.blobs))
+        cycle = Cycle(ledger, BlobStore(self._config.blobs), table)
         self.cycle = cycle
         await cycle.load_tasks()
         await ledger.commit(sessions.take_over(ledger))

@@ -28,9 +28,11 @@ class QueueSection(Strict):
 
 
 class PlannerSection(Strict):
-    """Settings of the planner; see core/planner.py."""
+    """Settings of the planner; see core/planner.py, and core/relayout.py where a table of rates is given."""
 
     enabled: bool = True
+    rates: str = ""
+    """File of rates (rates.py), relative to the configuration file; empty: none, single accelerators are moved."""
     interval_s: float = Field(2.0, gt=0)
     horizon_s: float = Field(60.0, gt=0)
     cooldown_s: float = Field(20.0, ge=0)
@@ -42,6 +44,8 @@ class PlannerSection(Strict):
     min_rollouts: int = Field(1, ge=0)
     min_steps: int = Field(3, ge=0)
     """Steps that must have been seen before the first move."""
+    min_gain: float = Field(0.02, ge=0)
+    """With rates: least relative gain for which the layout is changed."""
 
 
 class HandoverSettings(Strict):

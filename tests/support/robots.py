@@ -34,8 +34,8 @@ async def refused(call) -> LibraError:
     return from_rpc_error(caught.value)
 
 
-def accelerator(index: int) -> str:
-    return f"{NODE}/accelerators/{index}"
+def accelerator(index: int, node: str = NODE) -> str:
+    return f"{node}/accelerators/{index}"
 
 
 class Robot:
@@ -43,7 +43,7 @@ class Robot:
 
     kind = wire.WORKER_KIND_ROLLOUT
 
-    def __init__(self, address: str, name: str, accelerators: list[int] | None = None) -> None:
+    def __init__(self, address: str, name: str, accelerators: list[int] | None = None, node: str = NODE) -> None:
         self.name = name
         self.commands: list[wire.Command] = []
         self.desired: list[wire.Desired] = []
@@ -55,7 +55,7 @@ class Robot:
             self.kind,
             handler=self,
             endpoint="127.0.0.1:1",
-            accelerators=[accelerator(i) for i in accelerators or []],
+            accelerators=[accelerator(i, node) for i in accelerators or []],
         )
         self._run: asyncio.Task[None] | None = None
         self._work: set[asyncio.Task[None]] = set()
@@ -99,13 +99,13 @@ class NodeRobot(Robot):
 
     kind = wire.WORKER_KIND_NODE
 
-    def __init__(self, address: str, pools: dict[int, int]) -> None:
-        super().__init__(address, "node-n0")
+    def __init__(self, address: str, pools: dict[int, int], node: str = NODE, type_: str = "cpu") -> None:
+        super().__init__(address, f"node-{node.removeprefix('nodes/')}")
         self.confirms = True
-        load = wire.NodeLoad(node=wire.Node(name=NODE))
+        load = wire.NodeLoad(node=wire.Node(name=node))
         for index, pool in pools.items():
             load.accelerators.add(
-                name=accelerator(index), type="cpu", device_uuid=f"cpu-{index}", pool=pool, cpu_share=0.45
+                name=accelerator(index, node), type=type_, device_uuid=f"cpu-{index}", pool=pool, cpu_share=0.45
             )
         self.session.set_load(wire.Load(node=load))
 
@@ -121,8 +121,8 @@ class NodeRobot(Robot):
 class RolloutRobot(Robot):
     """A rollout worker; `play(lease)` is the episode, by default one turn and reward 1."""
 
-    def __init__(self, address: str, name: str, accelerators: list[int]) -> None:
-        super().__init__(address, name, accelerators)
+    def __init__(self, address: str, name: str, accelerators: list[int], node: str = NODE) -> None:
+        super().__init__(address, name, accelerators, node)
         self.serving: wire.EngineWeights | None = None
         self.leases: dict[str, wire.TrajectoryLease] = {}
         self.episodes: dict[str, asyncio.Task[None]] = {}

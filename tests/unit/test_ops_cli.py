@@ -175,6 +175,29 @@ def test_a_plan_is_shown_with_what_else_was_considered(fleet: Fleet, libra) -> N
     assert "Layouts" in libra("plan", "--dry-run")[1]
 
 
+def test_a_plan_of_whole_layouts_is_shown_with_its_kinds(libra, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    plan = wire.Plan(name="plans/p")
+    kinds = ((wire.ROLE_TRAINER, 8, 3), (wire.ROLE_ROLLOUT, 1, 2), (wire.ROLE_ROLLOUT, 4, 5))
+    for role, width, count in kinds:
+        plan.chosen.replicas.add(role=role, accelerators=width, count=count, accelerator_type="a100")
+    plan.alternatives.add(label="present").layout.replicas.add(
+        role=wire.ROLE_TRAINER, accelerators=4, count=1, accelerator_type="a100"
+    )
+    move = plan.moves.add()
+    move.sources.add(replica="replicas/rollout-1")
+    move.targets.add().spec.accelerators.extend(["nodes/n0/accelerators/0", "nodes/n0/accelerators/1"])
+    plan.refused.add(move=0, reason=wire.Reason(code="NO_WORKER", text="nobody"))
+    monkeypatch.setattr("services.ops.commands.options.call", lambda *_: plan)
+    code, out, _ = libra("plan", "--dry-run")
+    assert code == 0
+    assert "3x8 a100" in out
+    assert "2xTP1 a100 + 5xTP4 a100" in out
+    assert next(line.split()[1:4] for line in out.splitlines() if "present" in line) == ["1x4", "a100", "none"]
+    assert "n0/0, n0/1" in out
+    assert "move 0 refused" in out
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -40,6 +40,20 @@ def run(text: str = RUN, source: str = "r.yaml") -> RunConfig:
 # ---- cluster files
 
 
+def test_a_file_of_rates_is_found_beside_the_cluster_file_and_read_before_anything_starts(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    content = yaml.safe_load(clusterfile.LOCAL.read_text())
+    path.write_text(yaml.safe_dump(content | {"scheduler": {"planner": {"rates": "rates.yaml"}}}))
+    with pytest.raises(ConfigError, match=r"rates.yaml: cannot read the configuration file"):
+        clusterfile.load(path)
+    engines = [{"type": "cpu", "tp": 1, "step_s": 0.01, "sequence_s": 0.0, "context_s": 0.0, "kv_tokens": 4096}]
+    trainers = [{"type": "cpu", "accelerators": 1, "token_s": 0.001}]
+    (tmp_path / "rates.yaml").write_text(yaml.safe_dump({"engines": engines, "trainers": trainers}))
+    services = clusterfile.services(clusterfile.load(path), RunFolder(tmp_path / "run"), Addresses())
+    scheduler = next(s for s in services if s.name == "scheduler").content
+    assert scheduler["planner"]["rates"] == str(tmp_path / "rates.yaml")
+
+
 def test_the_local_cluster_is_what_it_says(tmp_path: Path) -> None:
     found = clusterfile.services(
         cluster(), RunFolder(tmp_path), Addresses("127.0.0.1:7", "http://127.0.0.1:8", {"e": "x:1"})

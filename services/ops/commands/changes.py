@@ -77,15 +77,21 @@ def plan(
         render.console().print(f"move {refused.move} refused: {render.why(refused.reason)}", markup=False)
 
 
-def _layout(layout: wire.Layout) -> tuple[int, int, float, float, float, float]:
-    count = dict.fromkeys((wire.ROLE_TRAINER, wire.ROLE_ROLLOUT), 0)
-    for item in layout.replicas:
-        count[item.role] = count.get(item.role, 0) + item.count
+def _layout(layout: wire.Layout) -> tuple[int | str, int | str, float, float, float, float]:
     p = layout.prediction
     return (
-        count[wire.ROLE_TRAINER], count[wire.ROLE_ROLLOUT], p.trained_tokens_per_second, p.rollout_seconds,
-        p.tail_seconds, p.train_seconds,
+        _side(layout, wire.ROLE_TRAINER), _side(layout, wire.ROLE_ROLLOUT), p.trained_tokens_per_second,
+        p.rollout_seconds, p.tail_seconds, p.train_seconds,
     )  # fmt: skip
+
+
+def _side(layout: wire.Layout, role: "wire.Role.ValueType") -> int | str:
+    """Replicas of one role: their number, or with their kinds where those are planned."""
+    mine = [r for r in layout.replicas if r.role == role]
+    if not any(r.accelerator_type for r in layout.replicas):
+        return sum(r.count for r in mine)
+    shape = "TP" if role == wire.ROLE_ROLLOUT else ""
+    return " + ".join(f"{r.count}x{shape}{r.accelerators} {r.accelerator_type}" for r in mine) or "none"
 
 
 def reassign(

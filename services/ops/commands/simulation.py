@@ -1,4 +1,4 @@
-"""Commands around the simulator: simulate, calibrate."""
+"""Commands around the simulator: simulate, calibrate, rates."""
 
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -10,11 +10,15 @@ import typer
 from services.common.errors import ConfigError
 from services.ops import render
 from services.ops.commands.options import Json
+from services.scheduler import rates as tables
+from services.scheduler.rates import RateTable
 from services.simulator import calibrate as fitting
-from services.simulator import presets, profiles
+from services.simulator import presets, priors, profiles
 from services.simulator.calibrate import Fit
 from services.simulator.layout import Layout
 from services.simulator.profiles import EngineConstants, HardwareFile
+from services.simulator.steptimes import ModelledEngine
+from services.simulator.trainingtimes import ModelledTraining
 
 Workers = Annotated[int | None, typer.Option("--workers", min=1, help="Processes; default: one a core.")]
 
@@ -117,3 +121,56 @@ def _show(constants: EngineConstants, errors: dict[str, float], out: Path | None
     render.facts({"fitted to": constants.fitted_to, **{f"median error, {k}": f"{v:.1%}" for k, v in errors.items()}})
     if out is not None:
         render.console().print(f"wrote {out}", markup=False)
+
+
+def rates(
+    profile: Annotated[str, typer.Option("--profile", help="Machines: a name or a file.")],
+    model: Annotated[str, typer.Option("--model", help="A model: a name or a file.")],
+    type_: Annotated[str, typer.Option("--type", help="Accelerator type, as the nodes report it.")],
+    out: Annotated[Path, typer.Option("--out", help="File to write, for planner.rates of the scheduler.")],
+    tp: Annotated[
+        str, typer.Option("--tp", help="Degrees of engines; those that cannot hold it fall out.")
+    ] = "1,2,4,8",
+    trainer_accelerators: Annotated[
+        str, typer.Option("--trainer-accelerators", help="Of a training replica; those that are too few fall out.")
+    ] = "1,2,4,8",
+    json: Json = False,
+) -> None:
+    """Writes the table of rates that the planner of whole layouts begins with."""
+    degrees, sizes = _counts("--tp", tp), _counts("--trainer-accelerators", trainer_accelerators)
+    hardware, shape = profiles.profile(profile).hardware, profiles.model(model)
+    engine, training = ModelledEngine(hardware, shape), ModelledTraining(hardware, shape)
+    table = RateTable(
+        f"{Path(profile).stem} {shape.name}",
+        priors.engine_rates(engine, type_, degrees, asleep_bytes=shape.weight_bytes),
+        priors.trainer_rates(
+            training, type_, sizes, hardware.operations.training.micro_batch_tokens, asleep_bytes=training.state_bytes
+        ),
+    )
+    least = training.min_accelerators()
+    if not table.trainers:
+        raise ConfigError(f"--trainer-accelerators {trainer_accelerators}: a replica of {shape.name} needs {least}")
+    if not table.engines:
+        raise ConfigError(
+            f"--tp {tp}: no such engine holds {shape.name} on {hardware.accelerator.name}; give wider ones"
+        )
+    tables.write(out, table)
+    rows = {
+        "engines": [{"tp": k.tp, **asdict(r)} for k, r in table.engines.items()],
+        "trainers": [{"accelerators": k.accelerators, **asdict(r)} for k, r in table.trainers.items()],
+    }
+    if json:
+        render.document({"type": type_, **rows, "file": str(out)})
+        return
+    engines = [(k.tp, r.decode_s(1.0, 8_192.0), r.kv_tokens, r.start_s) for k, r in table.engines.items()]
+    render.table("Engines", ("tp", "s/token alone at 8,192", "KV tokens", "start s"), engines)
+    trainers = [(k.accelerators, r.token_s, r.micro_batch_tokens) for k, r in table.trainers.items()]
+    render.table("Trainers", ("accelerators", "s/token", "micro-batch tokens"), trainers)
+    render.console().print(f"wrote {out}", markup=False)
+
+
+def _counts(option: str, text: str) -> list[int]:
+    parts = [p.strip() for p in text.split(",")]
+    if not all(p.isdecimal() and 1 <= int(p) <= 1_024 for p in parts):
+        raise ConfigError(f"{option} {text}: expected numbers of 1 to 1,024 with commas between, such as 1,2,4,8")
+    return sorted({int(p) for p in parts})

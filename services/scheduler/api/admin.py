@@ -12,7 +12,6 @@ from services.scheduler.api.watching import watch
 from services.scheduler.control import commands
 from services.scheduler.control.cycle import Cycle
 from services.scheduler.control.explain import explain
-from services.scheduler.control.handover import worker_for
 from services.scheduler.control.ledger import Change
 from services.scheduler.core.lifecycle import RUN
 from services.scheduler.store.store import Store
@@ -160,12 +159,20 @@ class AdminService(wire.AdminServiceServicer):
                 raise errors.LibraError(
                     "LIMIT_BROKEN", f"{', '.join(accelerators)}: only HYBRID accelerators change sides"
                 )
-            session = worker_for(change, role, accelerators)
+            shapes = self._cycle.handovers.shapes
+            type_ = fleet.accelerators[accelerators[0]].type
+            if shapes.rates is not None and not shapes.rates.has(role, type_, len(accelerators)):
+                raise errors.LibraError(
+                    "LIMIT_BROKEN",
+                    f"the planner's table of rates has no {role} replica of {len(accelerators)} x {type_}; add its "
+                    "kind to the file",
+                )
+            session = shapes.worker_for(change, role, accelerators)
             if session is None:
                 raise errors.LibraError(
                     "LIMIT_BROKEN", f"no live {role} worker was started with {', '.join(accelerators)}"
                 )
-            target = self._cycle.handovers.target(role, accelerators, session.worker)
+            target = shapes.target(fleet, role, accelerators, session.worker)
             item = self._cycle.handovers.start(
                 change, [replica], [target], cause="operator", code="OPERATOR", text=note or "asked for by an operator"
             )

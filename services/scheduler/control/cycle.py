@@ -22,12 +22,16 @@ from services.scheduler.control.ledger import Change, Ledger
 from services.scheduler.control.observe import Observe
 from services.scheduler.control.planning import Planning
 from services.scheduler.control.queueing import Queueing
+from services.scheduler.control.relayouts import Relayouts
+from services.scheduler.control.shapes import Shapes
 from services.scheduler.control.specs import spec
+from services.scheduler.control.splits import Splits
 from services.scheduler.control.watch import Stream
 from services.scheduler.control.weights import Weights
 from services.scheduler.core import admission
 from services.scheduler.core.lifecycle import RUN
 from services.scheduler.core.model import Run
+from services.scheduler.rates import RateTable
 
 _log = log.get(__name__)
 
@@ -48,17 +52,21 @@ class Prunable(Protocol):
 class Cycle:
     """All that the scheduler decides with; the api reads it and hands it what was reported."""
 
-    def __init__(self, ledger: Ledger, blobs: BlobStore) -> None:
+    def __init__(self, ledger: Ledger, blobs: BlobStore, rates: RateTable | None = None) -> None:
         self.ledger = ledger
         self.blobs = blobs
         self.holds = sessions.Holds()
         self.decisions = Decisions()
         self.observe = Observe(ledger)
-        self.handovers = Handovers(ledger)
+        shapes = Shapes(ledger.config, rates)
+        self.handovers = Handovers(ledger, shapes)
         self.weights = Weights(ledger)
         self.dispatcher = Dispatcher(ledger)
         self.queueing = Queueing(ledger, self.observe, self.decisions)
-        self.planning = Planning(ledger, self.observe, self.handovers, self.decisions)
+        planner = (
+            Splits(ledger, self.observe, shapes) if rates is None else Relayouts(ledger, self.observe, shapes, rates)
+        )
+        self.planning = Planning(ledger, self.observe, self.handovers, self.decisions, planner)
         self.stream = Stream(ledger.fleet.revision)
         self.tasks: dict[str, runs.TaskFile] = {}
         self.unreadable: dict[str, str] = {}

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from services.common import wire
 from services.scheduler.control import batches
+from services.scheduler.control.shapes import last_shapes
 
 if TYPE_CHECKING:
     from services.scheduler.control.cycle import Cycle
@@ -70,6 +71,8 @@ def _accelerator(cycle: "Cycle", name: str) -> str:
     replica = fleet.replica_on(name)
     planned = cycle.decisions.of(name)
     tail = f"; last plan: {planned[-1].text}" if planned else ""
+    if replica is None and last_shapes(fleet).get(name) == ():
+        return f"{name} ({item.pool}) holds no replica: a plan left it idle{tail}"
     if replica is None:
         role = item.role or "any role"
         return f"{name} ({item.pool}) holds no replica; it should serve {role} and waits for a live worker{tail}"

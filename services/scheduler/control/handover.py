@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from services.common import log, wire
 from services.scheduler.control import commands
 from services.scheduler.control.ledger import Change, Ledger
+from services.scheduler.control.shapes import Shapes
 from services.scheduler.core.lifecycle import REASSIGNMENT, REPLICA
 from services.scheduler.core.model import Command, Reassignment, Replica, Session, Source, Target
 
@@ -22,14 +23,14 @@ DRAINABLE = ("ACTIVE", "CORDONED", "SUSPECT")
 KEEP_FINISHED = 256
 """Reassignments and replicas that are over and stay in memory."""
 MAX_RETRY_SECONDS = 60.0
-KIND_OF_ROLE = {"ROLLOUT": "ROLLOUT", "TRAINER": "TRAINER"}
 
 
 class Handovers:
     """Drives replicas and reassignments; remembers only when to try again."""
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger, shapes: Shapes) -> None:
         self._ledger = ledger
+        self.shapes = shapes
         self._retry_at: dict[str, float] = {}
         self._tries: dict[str, int] = {}
         self._unconfirmed_since: dict[str, float] = {}
@@ -76,7 +77,7 @@ class Handovers:
         return reassignment
 
     def restore_layout(self, change: Change) -> None:
-        """Gives every accelerator without a live replica one of the role that it should serve."""
+        """Gives every accelerator without a live replica one of the role and shape that it should serve."""
         fleet = change.fleet
         busy = {
             a
@@ -88,35 +89,23 @@ class Handovers:
             serving = fleet.replica_on(accelerator.name)
             if serving is not None and serving.state == "ACTIVE":
                 self._tries.pop(accelerator.name, None)
-            if accelerator.name in busy or serving is not None:
-                continue
-            if change.at < self._retry_at.get(accelerator.name, 0.0):
-                continue
-            role = accelerator.role or ("TRAINER" if accelerator.pool == "CORE_TRAINING" else "ROLLOUT")
-            worker = worker_for(change, role, (accelerator.name,))
-            if worker is None:
-                continue
-            target = self.target(role, (accelerator.name,), worker.worker)
-            # a grant that always fails (a foreign process holds the device) must not be tried at full speed for ever
-            tries = self._tries[accelerator.name] = self._tries.get(accelerator.name, 0) + 1
-            self._retry_at[accelerator.name] = change.at + min(MAX_RETRY_SECONDS, 2.0**tries)
-            self.start(
-                change, [], [target], cause="bootstrap", code="RESTORE_LAYOUT",
-                text=f"{accelerator.name} serves {role} and has no replica",
-            )  # fmt: skip
+        for role, accelerators in self.shapes.idle(fleet, busy):
+            if all(change.at >= self._retry_at.get(name, 0.0) for name in accelerators):
+                self._restore(change, role, accelerators)
 
-    def target(self, role: str, accelerators: tuple[str, ...], worker: str) -> Target:
-        """A target with the level and cap that the configuration gives these accelerators."""
-        config = self._ledger.config
-        first = self._ledger.fleet.accelerators[accelerators[0]]
-        return Target(
-            replica="",
-            role=role,
-            accelerators=accelerators,
-            worker=worker,
-            level=config.level(first.name, first.pool),
-            concurrency_cap=config.concurrency_cap(first.name, first.pool) if role == "ROLLOUT" else 0,
-        )
+    def _restore(self, change: Change, role: str, accelerators: tuple[str, ...]) -> None:
+        worker = self.shapes.worker_for(change, role, accelerators)
+        if worker is None:
+            return
+        # a grant that always fails (a foreign process holds the device) must not be tried at full speed for ever
+        for name in accelerators:
+            tries = self._tries[name] = self._tries.get(name, 0) + 1
+            self._retry_at[name] = change.at + min(MAX_RETRY_SECONDS, 2.0**tries)
+        self.start(
+            change, [], [self.shapes.target(change.fleet, role, accelerators, worker.worker)],
+            cause="bootstrap", code="RESTORE_LAYOUT",
+            text=f"{', '.join(accelerators)} serves {role} and has no replica",
+        )  # fmt: skip
 
     def _accelerators_of(self, sources: Sequence[Source]) -> list[str]:
         replicas = (self._ledger.fleet.replicas.get(s.replica) for s in sources)
@@ -228,8 +217,10 @@ class Handovers:
         fleet.next_generation += 1
         target.replica = f"replicas/{target.role.lower()}-{target.generation}"
         session = fleet.session_of(target.worker)
+        width = len(target.accelerators)
         replica = Replica(
             name=target.replica, generation=target.generation, role=target.role, accelerators=target.accelerators,
+            tp=width if target.role == "ROLLOUT" else 1, dp_shard=width if target.role == "TRAINER" else 1,
             worker=target.worker, owner_session=session.name if session else "", runs=target.runs, level=target.level,
             concurrency_cap=target.concurrency_cap, reassignment=item.name, create_time=change.now,
             endpoint=session.endpoint if session else "",
@@ -381,14 +372,3 @@ class Handovers:
         if session is not None and session.state in ("ALIVE", "RECOVERING"):
             session.desired_revision += 1
             change.put(session)
-
-
-def worker_for(change: Change, role: str, accelerators: tuple[str, ...]) -> Session | None:
-    """The live session of a worker of this role that was started with these accelerators."""
-    for worker in change.fleet.workers.values():
-        if worker.kind != KIND_OF_ROLE.get(role) or worker.cordoned or worker.health == "RETIRED":
-            continue
-        session = change.fleet.session_of(worker.name)
-        if session is not None and session.state == "ALIVE" and set(accelerators) <= set(worker.accelerators):
-            return session
-    return None

@@ -6,15 +6,19 @@ In memory only. After a take-over it starts empty and learns again; nothing that
 from collections import deque
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from services.common import wire
 from services.scheduler.control.ledger import Change, Ledger
 from services.scheduler.control.trajectories import End, Progress
 from services.scheduler.core.estimator import RemainingWork
-from services.scheduler.core.model import Manifest, Session, Trajectory
+from services.scheduler.core.evidence import Consumed
+from services.scheduler.core.model import Manifest, Replica, Session, Trajectory
 from services.scheduler.core.occupancy import LONG, Occupancy
 
 MAX_STEPS = 256
+MAX_WAITED = 65_536
+"""Trajectories that ended and may still be consumed, whose tool seconds are kept."""
 SMOOTHING = 0.2
 """Weight of the newest report in an engine's seconds per token: single intervals are noisy."""
 
@@ -84,6 +88,18 @@ class TrainerTimes:
     phase_seconds: list[float] = field(default_factory=list)
 
 
+class Listener(Protocol):
+    """Who learns from each observation by itself."""
+
+    def decoded(self, replica: Replica, engine: wire.EngineLoad) -> None:
+        """A report of an engine."""
+        ...
+
+    def consumed(self, manifest: Manifest, trajectories: Many[Consumed], seconds: float) -> None:
+        """A step counts. `seconds` from its batch's arrival to the commit; 0 if it arrived before this process."""
+        ...
+
+
 class Observe:
     """Keeps the newest load of each worker and what follows from a series of them."""
 
@@ -100,7 +116,11 @@ class Observe:
         self.ends: deque[Ended] = deque(maxlen=MAX_STEPS * 8)
         self.learnt: set[str] = set()
         """Groups of which a member's end was learnt since the queue was last told; it empties this in every pass."""
+        self.listeners: list[Listener] = []
         self._times: dict[str, Times] = {}
+        self._waited: dict[str, float] = {}
+        """Tool seconds by trajectory, from its end until it is consumed."""
+        self._since = ledger.clock.wall()
 
     # ---- reports
 
@@ -114,6 +134,8 @@ class Observe:
                 replica = self._ledger.fleet.replicas.get(engine.replica)
                 if replica is not None and replica.owner_session == session.name:
                     self._engine(engine, now)
+                    for listener in self.listeners:
+                        listener.decoded(replica, engine)
         elif kind == "trainer":
             times = self.trainers.setdefault(session.worker, TrainerTimes())
             times.at, times.trained_tokens = now, load.trainer.trained_tokens
@@ -174,12 +196,26 @@ class Observe:
         self.remaining.observe_end(item.run, item.group, item.name, item.generated_tokens)
         self.learnt.add(item.group)
         self.ends.append(Ended(change.at, item.generated_tokens, item.turns_done, times.tool, times.engine))
+        self._waited[item.name] = times.tool
+        while len(self._waited) > MAX_WAITED:
+            del self._waited[next(iter(self._waited))]
 
     def committed(self, manifest: Manifest, replicas: int, members: Many[Trajectory]) -> None:
         """A step counts. Each of its replicas says so, often at the same moment: the first word counts."""
         if any(s.manifest == manifest.name for s in self.steps):
             return
         self.steps.append(step_of(manifest, members, self._ledger.clock.monotonic(), replicas))
+        waited = [self._waited.pop(m.name, 0.0) for m in members]
+        done = [
+            Consumed(
+                m.prompt_tokens, m.generated_tokens, m.prompt_tokens + m.generated_tokens + m.observation_tokens, w
+            )
+            for m, w in zip(members, waited, strict=True)
+        ]
+        fresh = manifest.create_time >= self._since
+        seconds = self._ledger.clock.wall() - manifest.create_time if fresh else 0.0
+        for listener in self.listeners:
+            listener.consumed(manifest, done, seconds)
 
     # ---- questions
 
