@@ -31,7 +31,9 @@ from services.scheduler.core.topology import Fleet, FleetLayout, Kind
 ALTERNATIVES = 8
 """Layouts shown beside the chosen, the present and the best homogeneous one."""
 TIE = 0.01
-"""Relative difference in seconds that is none: about what predictions err by (`tests/bench/planner_error.py`)."""
+"""Relative difference in seconds that is none. Predictions err by more, but what is given up here is lost if they are
+right.
+"""
 LONGER = MAX_DRIFT
 """Factor of lengths at which layouts are compared that are equal at the expected lengths."""
 CANDIDATES = 4

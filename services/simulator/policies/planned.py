@@ -32,11 +32,8 @@ SETTINGS = PlannerSettings(
     max_moves_per_window=64,
     window_s=600.0,
     min_steps=2,
-    min_gain=0.02,
 )
-"""For steps of minutes, after each of which it is asked once: there is nothing to confirm between them. What gains less
-than predictions err by is not moved for.
-"""
+"""For steps of minutes, after each of which it is asked once: there is nothing to confirm between them."""
 
 
 @dataclass(frozen=True, slots=True)
