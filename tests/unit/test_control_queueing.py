@@ -122,7 +122,7 @@ async def test_kv_room_is_kept_for_what_leases_are_expected_to_generate_and_told
     leased = [t for t in items if t.state == "LEASED"]
     assert 1 < len(leased) < len(items)
     rows = world.follow().running
-    assert all(r.reserved == r.tokens + r.estimate_p50 for r in rows)
+    assert all(r.reserved == r.tokens + 0.5 * r.estimate_p50 for r in rows), "half is what it takes on average"
     assert sum(r.reserved for r in rows) <= 0.95 * 2_000
     for turn in range(1, 4):
         for item in leased:
