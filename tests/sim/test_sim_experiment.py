@@ -103,6 +103,15 @@ def test_rollout_alone_leaves_synchronous_policies_out_and_says_so():
     assert "colocated: nothing is trained here" in found.notes[0]
 
 
+def test_where_nothing_is_trained_ours_rides_on_the_layout_that_was_searched_for():
+    """A slow fleet of TP1 engines would say nothing of what it does with trajectories."""
+    spec = replace(SPEC, training=None)
+    asked = Experiment(spec, SMALL, steps=1, first=0, mode=Mode.ROLLOUT)
+    found = {p.name: p for p in compare(asked, "libra,best-static,static-uniform", 1, workers=1).policies}
+    assert found["libra"].layout == found["best-static"].layout != found["static-uniform"].layout
+    assert [name for name, _, _ in compare(asked, "libra", 1, workers=1).searches] == ["homogeneous", "mixed"]
+
+
 def test_the_preset_has_the_published_size():
     asked = experiment.r2e_experiment(LinearTimes(), LinearTraining())
     assert asked.spec.accelerators == 48

@@ -21,7 +21,8 @@ from services.simulator.processes import Run
 
 Source = str
 """Where a policy's layout comes from: `homogeneous`, `mixed`, `colocated`, `foresight` (searches), `uniform`, or `own`:
-it begins with what it likes, and may plan.
+it begins with what it likes, and may plan. Where nothing is trained no step tells it what to plan from, and `own` is
+`mixed`: policies differ by what they do with trajectories.
 """
 
 
@@ -88,6 +89,8 @@ class Layouts:
 def layouts(chosen: Iterable[str], question: search.Question, run: Run) -> Layouts:
     """Runs the searches that the chosen policies need; `given` layouts need none."""
     wanted = {POLICIES[name].layout for name in chosen}
+    if question.mode is Mode.ROLLOUT and "own" in wanted:
+        wanted.add("mixed")
     found: dict[Source, Layout] = {"uniform": uniform(question.spec)}
     cost = []
     if wanted & {"homogeneous", "mixed", "foresight"}:
@@ -100,6 +103,8 @@ def layouts(chosen: Iterable[str], question: search.Question, run: Run) -> Layou
         if wanted & {"mixed", "foresight"}:
             two = search.best(search.mixed_layouts(question.spec, one.layout), question, run)
             found["mixed"] = two.layout
+            if question.mode is Mode.ROLLOUT:
+                found["own"] = two.layout
             cost.append(("mixed", two.tried, two.steps))
             if "foresight" in wanted:
                 finalists = list(dict.fromkeys((*two.finalists, *one.finalists)))
@@ -118,7 +123,8 @@ def build(name: str, found: Layouts, given: Layout | None = None) -> list[Policy
     """A fresh policy with the layout of its source, or the one given; several of a bound."""
     entry = POLICIES[name]
     makes = entry.variants or (entry.make,)
-    if given is None and entry.layout == "own":
+    layout = given if given is not None else found.by_source.get(entry.layout)
+    if layout is None and entry.layout == "own":
         return [make() for make in makes]
-    layout = given if given is not None else found.by_source[entry.layout]
+    assert layout is not None, f"no layout was searched for {name}"
     return [make(layout) for make in makes]
