@@ -57,7 +57,8 @@ def test_kinds_may_be_chosen_and_are_shown_as_json(tmp_path: Path, capsys):
             ["--model", "qwen3-32b", "--profile", "a800-paper", "--tp", "1", "--trainer-accelerators", "16"],
             "no such engine holds Qwen3-32B",
         ),
-        (["--type", ""], "'engines.0.type'"),
+        (["--type", ""], "--type '': expected the name that the nodes report"),
+        (["--tp", "3,6"], "--tp 3,6: no such engine holds Qwen3-14B (40 attention heads)"),
     ],
 )
 def test_what_cannot_be_is_refused_and_nothing_is_written(tmp_path: Path, capsys, more, said):

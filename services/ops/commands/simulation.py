@@ -129,7 +129,7 @@ def rates(
     type_: Annotated[str, typer.Option("--type", help="Accelerator type, as the nodes report it.")],
     out: Annotated[Path, typer.Option("--out", help="File to write, for planner.rates of the scheduler.")],
     tp: Annotated[
-        str, typer.Option("--tp", help="Degrees of engines; those that cannot hold it fall out.")
+        str, typer.Option("--tp", help="Degrees of engines; those that cannot hold it or split its heads fall out.")
     ] = "1,2,4,8",
     trainer_accelerators: Annotated[
         str, typer.Option("--trainer-accelerators", help="Of a training replica; those that are too few fall out.")
@@ -137,12 +137,16 @@ def rates(
     json: Json = False,
 ) -> None:
     """Writes the table of rates that the planner of whole layouts begins with."""
+    if not 1 <= len(type_) <= 64:
+        raise ConfigError(f"--type {type_!r}: expected the name that the nodes report, of 1 to 64 characters")
     degrees, sizes = _counts("--tp", tp), _counts("--trainer-accelerators", trainer_accelerators)
     hardware, shape = profiles.profile(profile).hardware, profiles.model(model)
     engine, training = ModelledEngine(hardware, shape), ModelledTraining(hardware, shape)
     table = RateTable(
         f"{Path(profile).stem} {shape.name}",
-        priors.engine_rates(engine, type_, degrees, asleep_bytes=shape.weight_bytes),
+        priors.engine_rates(
+            engine, type_, [d for d in degrees if not shape.heads % d], asleep_bytes=shape.weight_bytes
+        ),
         priors.trainer_rates(
             training, type_, sizes, hardware.operations.training.micro_batch_tokens, asleep_bytes=training.state_bytes
         ),
@@ -152,7 +156,8 @@ def rates(
         raise ConfigError(f"--trainer-accelerators {trainer_accelerators}: a replica of {shape.name} needs {least}")
     if not table.engines:
         raise ConfigError(
-            f"--tp {tp}: no such engine holds {shape.name} on {hardware.accelerator.name}; give wider ones"
+            f"--tp {tp}: no such engine holds {shape.name} ({shape.heads} attention heads) on "
+            f"{hardware.accelerator.name}; give wider ones that divide its heads"
         )
     tables.write(out, table)
     rows = {
