@@ -7,6 +7,7 @@ compose files: the same file then serves each of several containers or machines.
 import difflib
 import os
 import re
+import reprlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import UnionType
@@ -37,6 +38,8 @@ def load(path: str | Path, model: type[M]) -> M:
         raise ConfigError(f"{path}: cannot read the configuration file: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 at byte {error.start}; expected YAML as UTF-8 text") from None
+    except ValueError as error:  # a NUL character in the name
+        raise ConfigError(f"{str(path)!r}: cannot read the configuration file: {error}") from None
     return loads(text, model, str(path))
 
 
@@ -54,6 +57,7 @@ def loads(text: str, model: type[M], source: str) -> M:
         raise ConfigError(f"{source}: cannot be read as YAML: {error}; expected keys and values") from None
     if data is None:
         data = {}
+    _refuse_repeated(root, source)
     if not isinstance(data, dict):
         raise ConfigError(f"{source}:1: expected keys and values at the top, found a {type(data).__name__}")
     try:
@@ -83,6 +87,27 @@ def interpolate(text: str, variables: Mapping[str, str], source: str) -> str:
     return "".join(lines)
 
 
+def _refuse_repeated(root: Any, source: str) -> None:
+    """ConfigError for a key that a mapping has twice: YAML would take the last and drop the others without a word."""
+    todo, seen = [root], set[int]()
+    while todo:
+        node = todo.pop()
+        if id(node) in seen:  # an alias
+            continue
+        seen.add(id(node))
+        if isinstance(node, yaml.SequenceNode):
+            todo += node.value
+        elif isinstance(node, yaml.MappingNode):
+            todo += [value for _, value in node.value]
+            lines: dict[tuple[str, str], int] = {}
+            for key in (k for k, _ in node.value if isinstance(k, yaml.ScalarNode)):
+                line, name = key.start_mark.line + 1, (key.tag, key.value)
+                if name in lines:
+                    where = f"{source}:{line}: the key {key.value!r}"
+                    raise ConfigError(f"{where} is in line {lines[name]} already; expected each key once")
+                lines[name] = line
+
+
 def _describe(error: Any, root: Any, model: type[pydantic.BaseModel], source: str) -> str:
     path: Sequence[str | int] = error["loc"]
     line = _line(root, path)
@@ -96,7 +121,7 @@ def _describe(error: Any, root: Any, model: type[pydantic.BaseModel], source: st
         return f"{source}:{line}: {key!r} is missing; it is required"
     if not path:  # said of the whole file
         return f"{source}:{line}: {error['msg'].removeprefix('Value error, ')}"
-    found = repr(error["input"])
+    found = reprlib.repr(error["input"])  # bounded in depth too: aliases make a few lines as large as memory
     return f"{source}:{line}: {key!r}: {error['msg'].removeprefix('Value error, ')} (found {found[:80]})"
 
 

@@ -120,3 +120,31 @@ def test_a_file_is_not_overwritten_and_a_table_that_could_not_be_read_is_not_wri
     with pytest.raises(ConfigError, match="'engines'"):
         rates.write(tmp_path / "empty.yaml", RateTable("", {}, table.trainers))
     assert not (tmp_path / "empty.yaml").exists()
+
+
+def test_a_key_that_is_there_twice_is_refused_rather_than_dropped():
+    with pytest.raises(ConfigError, match=r"x.yaml:10: the key 'engines' is in line 2 already"):
+        rates.loads(GOOD.replace("trainers:", "engines:"), "x.yaml")
+    with pytest.raises(ConfigError, match=r"x.yaml:3: the key 'tp' is in line 3 already"):
+        rates.loads(GOOD.replace("tp: 1,", "tp: 1, tp: 2,"), "x.yaml")
+
+
+def test_a_row_may_refer_to_another():
+    text = GOOD.replace("- {type: a, tp: 1", "- &a {type: a, tp: 1").replace(
+        "trainers:", "- {<<: *a, tp: 2}\ntrainers:"
+    )
+    table = rates.loads(text, "x.yaml")
+    assert table.engines[EngineKind("a", 2)] == table.engines[EngineKind("a", 1)]
+
+
+def test_lists_of_aliases_that_stand_for_more_than_memory_are_refused_in_a_few_words():
+    depth = 40
+    lines = ["engines: &a0 [x, x]", *(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]" for i in range(1, depth))]
+    with pytest.raises(ConfigError) as caught:
+        rates.loads("\n".join([*lines, f"trainers: *a{depth - 1}"]), "x.yaml")
+    assert len(str(caught.value)) < 200 * depth
+
+
+def test_a_file_name_that_no_system_has_is_refused_in_words():
+    with pytest.raises(ConfigError, match="cannot read the configuration file: embedded null"):
+        rates.read("a\0b")
