@@ -172,6 +172,19 @@ async def test_a_shape_that_the_table_has_no_more_is_forgotten():
     assert world.idle(busy=(4, 5, 6, 7)) == [("R", 0, 1), ("R", 2, 3)]
 
 
+async def test_what_stood_together_is_forgotten_where_a_node_came_back_with_others():
+    world = World()
+    world.was("SUCCEEDED", targets=[(0, 1, 2, 3)])
+    assert world.idle(busy=(4, 5, 6, 7)) == [("R", 0, 1, 2, 3)]
+    for field, value in (("type", "b"), ("pool", "CORE_TRAINING")):
+        kept = getattr(world.fleet.accelerators[world.names[3]], field)
+        setattr(world.fleet.accelerators[world.names[3]], field, value)
+        assert world.idle(busy=(4, 5, 6, 7)) == [("R", 0, 1)], "one has become another"
+        setattr(world.fleet.accelerators[world.names[3]], field, kept)
+    del world.fleet.accelerators[world.names[3]]
+    assert world.idle(busy=(4, 5, 6, 7)) == [("R", 0, 1)], "one is gone"
+
+
 async def test_a_thousand_idle_accelerators_are_told_apart_at_once():
     world = World()
     for n in range(2, 256):

@@ -48,7 +48,7 @@ class Shapes:
         """Accelerators whose shape is not known, or nothing that the table has; by what may stand together."""
         for name, item in free.items():
             shape, role = last.get(name), _role(item)
-            agreed = shape is not None and all(last.get(n) == shape for n in shape)
+            agreed = shape is not None and all(last.get(n) == shape and _alike(fleet, n, item) for n in shape)
             if shape is None or not agreed or (shape and not self.rates.has(role, item.type, len(shape))):
                 beside = unknown.setdefault((role, item.type, item.pool, node_of(name), item.link_domain), [])
                 beside.append(name)
@@ -69,6 +69,12 @@ class Shapes:
 def _role(item: Accelerator) -> str:
     """What it should serve."""
     return item.role or ("TRAINER" if item.pool == "CORE_TRAINING" else "ROLLOUT")
+
+
+def _alike(fleet: Fleet, name: str, item: Accelerator) -> bool:
+    """True if one is still there that may serve together with `item`: a node can leave and come back with others."""
+    other = fleet.accelerators.get(name)
+    return other is not None and (other.type, other.pool) == (item.type, item.pool)
 
 
 def node_of(accelerator: str) -> str:
