@@ -162,6 +162,14 @@ class EngineBook:
         terms = np.array([known.step_s, known.sequence_s * running, known.context_s * context_tokens])
         self._factors.setdefault(kind, Factors()).add(terms / expected, ratio)
 
+    def credible(self, kind: EngineKind, running: float, context_tokens: float, seconds: float) -> float | None:
+        """Seconds of a decoding step as far as corrections go; None for a kind that the table lacks."""
+        known = self._table.get(kind)
+        if known is None:
+            return None
+        expected = known.decode_s(running, context_tokens)
+        return min(MAX_FACTOR * expected, max(expected / MAX_FACTOR, seconds))
+
     def rates(self, kind: EngineKind) -> EngineRates:
         """Corrected. Raises KeyError for a kind that the table lacks. Prefill has the common factor."""
         known = self._table[kind]
