@@ -24,7 +24,9 @@ VARIABLE = re.compile(r"\$(?:\$|\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?::-(?P<defau
 
 
 class Strict(pydantic.BaseModel):
-    """Base of all configuration models: unknown keys are errors, values are not coerced from other types."""
+    """Base of all configuration models: unknown keys are errors. Numbers may be written as text ("1e-5" is text in
+    YAML 1.1), and `true` is 1 where a number is expected.
+    """
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
 

@@ -205,7 +205,8 @@ KV_GROUPS = 16
 def kv_48(
     times: EngineTimes, training: TrainingTimes, seeds: int = 3, *, steps: int = 8, workers: int | None = None
 ) -> dict[str, Any]:
-    """`libra` and `uncapped`, 512 trajectories in flight on 48 accelerators, where KV caches are short and ample.
+    """`libra` with other room kept in KV caches, and with none (`uncapped`): 512 trajectories in flight on 48
+    accelerators, where caches are short and ample.
 
     Short: long episodes on as many engines of the smallest degree, in fours and at most MOST_ENGINES, as make it
     OVERSUBSCRIBED. Ample: short ones on AMPLE_LAYOUT. `kv_demand` of a case: final sequences of its workload's first
@@ -249,7 +250,8 @@ def _kv_case(name: str, spec: ClusterSpec, workload: Workload, layout: Layout, s
         ("kv_tokens", float(room)),
         ("kv_demand", sum(e.tokens for e in in_flight) / room),
     )
-    rows = (whole(), *(without(v) for v in ablated.QUEUE if v.policy in (ablated.Uncapped, ablated.Unreserved)))
+    mine = [v for v in ablated.QUEUE if v.policy in (ablated.Uncapped, ablated.Unreserved)]
+    rows = (whole(), *(without(v) for v in (*mine, ablated.RESERVED)))
     return Case(name, Experiment(spec, workload, steps, first=2, given=layout), rows, told)
 
 

@@ -180,6 +180,7 @@ def document(comparison: Comparison) -> dict[str, Any]:
 
     Figures are means over the seeds from the first scored step on; `cycle_s`: seconds between decisions.
     `spread`: (highest - lowest) / mean of tokens_per_s over the seeds; `from_start`: tokens_per_s of all steps;
+    `steps_by_seed`: of each step, from the first, its layout and the seconds since the step before.
     `of_bound`: mean over the seeds of tokens_per_s over that of `clairvoyant` on the same seed, null without it.
     """
     bounds = next((p.figures for p in comparison.policies if p.name == "clairvoyant"), None)
@@ -202,6 +203,7 @@ def _row(own: Compared, bounds: tuple[Figures, ...] | None) -> dict[str, Any]:
     )
     row["spread"] = (max(rates) - min(rates)) / statistics.fmean(rates)
     row["by_seed"] = rates
+    row["steps_by_seed"] = [_steps(r) for r in own.runs]
     row["from_start"] = statistics.fmean(r.since(0).tokens_per_s for r in own.runs)
     row["layout"] = own.layout
     row["wasted"] = statistics.fmean(r.wasted for r in own.runs)
@@ -209,6 +211,13 @@ def _row(own: Compared, bounds: tuple[Figures, ...] | None) -> dict[str, Any]:
     row["preemptions"] = statistics.fmean(r.preemptions for r in own.runs)
     row["relayouts"] = statistics.fmean(r.relayouts for r in own.runs)
     return row
+
+
+def _steps(run: RunResult) -> list[dict[str, Any]]:
+    ends = [0.0, *(s.ended_at for s in run.steps)]
+    return [
+        {"layout": s.layout, "makespan_s": s.ended_at - before} for s, before in zip(run.steps, ends[:-1], strict=True)
+    ]
 
 
 # ---- failures

@@ -32,6 +32,10 @@ def test_a_comparison_has_every_policy_on_every_seed_with_its_spread():
     for row in rows.values():
         assert row.keys() >= SIMULATE_FIELDS
         assert row["tokens_per_s"] == pytest.approx(np.mean(row["by_seed"]))
+        scored = [[step["makespan_s"] for step in steps[2:]] for steps in row["steps_by_seed"]]
+        assert row["makespan_p50_s"] == pytest.approx(np.mean([np.quantile(spans, 0.5) for spans in scored]))
+        assert row["steps_by_seed"][0][-1]["layout"] == row["layout"]
+        assert row["relayouts"] >= np.mean([len({s["layout"] for s in steps}) - 1 for steps in row["steps_by_seed"]])
         assert row["spread"] == pytest.approx(np.ptp(row["by_seed"]) / np.mean(row["by_seed"]))
         assert 0 <= row["idle_rollout"] < 1
         assert 0 <= row["idle_training"] < 1

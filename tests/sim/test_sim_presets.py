@@ -246,7 +246,12 @@ def test_kv_48_says_how_much_of_the_kv_caches_is_asked_for(small):
     json.dumps(shown.document)
     assert [case["name"] for case in shown.document["cases"]] == ["oversubscribed", "ample"]
     for case, note in zip(shown.document["cases"], shown.notes, strict=True):
-        assert {row["name"] for row in case["policies"]} == {"libra", "no-kv-reservation", "uncapped"}
+        assert {row["name"] for row in case["policies"]} == {
+            "libra",
+            "no-kv-reservation",
+            "uncapped",
+            "full-kv-reservation",
+        }
         assert f"{case['kv_demand']:.2f} times what all KV caches hold" in note
     assert len(shown.tables) == 2
 

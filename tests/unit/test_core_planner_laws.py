@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from services.scheduler.core import relayout
 from services.scheduler.core.costmodel import NEVER_S, CostModel
+from services.scheduler.core.layouts import Job, Judge, search
 from services.scheduler.core.pacing import Pace, PlannerSettings, PlannerState
 from services.scheduler.core.placement import Limits, Progress, Safety, after
 from services.scheduler.core.planner import MAX_ALTERNATIVES, AcceleratorView, PlanInput, layout_of, plan
@@ -246,6 +247,25 @@ def packed(trainers, engines):
                 replicas.append(Replica(f"{role[0].lower()}{number}", role, tuple(names[at : at + width])))
                 at += width
     return Fleet(fleet(nodes=3).accelerators, tuple(replicas))
+
+
+@pytest.mark.parametrize("tie", [0.0, 0.1])
+@pytest.mark.parametrize(("mean", "groups"), [(2_000.0, 8), (1_000.0, 16)])
+def test_of_equal_layouts_the_fewest_kinds_of_engines_and_then_the_best_for_longer_sequences(
+    mean, groups, tie, monkeypatch
+):
+    monkeypatch.setattr(relayout, "TIE", tie)
+    work, here = demand(mean, groups=groups, samples=4), fleet(trainers=(2,), engines=(1, 1), nodes=3)
+    engines, trainers = engine_rates(penalty=0.7, kv=20_000.0), trainer_rates()
+    given_ = situation(here, demand=work, engines=engines, trainers=trainers)
+    chosen = relayout.plan(given_, AT_ONCE, PlannerState()).chosen.judged.layout
+    near = search(here, Job(work, engines, trainers), seeds=(here.present,), tie=tie).near
+    assert len(near[0].engines) == 2, "a mix is the fastest by a little"
+    assert (len(near) > 1) == (chosen != near[0]) == (tie > 0)
+    fewest = [f for f in near if len(f.engines) == min(len(n.engines) for n in near)]
+    longer = Judge(Job(work.scaled(relayout.LONGER), engines, trainers)).seconds(near)
+    assert chosen in fewest
+    assert longer[chosen] == min(longer[f] for f in fewest)
 
 
 @settings(max_examples=50, deadline=None)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from services.common import wire
 from services.scheduler.control.ledger import Change
 from services.scheduler.control.observe import Observe
-from services.scheduler.control.shapes import KIND_OF_ROLE, able_workers, node_of
+from services.scheduler.control.shapes import ROLES, able_workers, node_of
 from services.scheduler.core import model
 from services.scheduler.core.rates import EngineKind
 from services.scheduler.core.topology import Accelerator, Fleet, Kind, Replica
@@ -48,7 +48,7 @@ def fleet_view(change: Change, observe: Observe) -> Fleet:
 def makeable(change: Change, view: Fleet, table: RateTable) -> set[Kind]:
     """Kinds of the table of which a live worker could hold a replica within one node, and those there are."""
     widest: Counter[tuple[str, str]] = Counter()
-    for role in KIND_OF_ROLE:
+    for role in ROLES:
         for session in able_workers(change, role, ()):
             names = [n for n in change.fleet.workers[session.worker].accelerators if n in view.by_name]
             for (type_, _), count in Counter((view.by_name[n].type, node_of(n)) for n in names).items():
@@ -70,7 +70,7 @@ def unrated(view: Fleet, table: RateTable) -> Replica | None:
 def _pools(change: Change) -> dict[str, str]:
     """Pool of each accelerator by the sides that a live worker could take it for; those of no side are left out."""
     sides: dict[str, set[str]] = {}
-    for role in KIND_OF_ROLE:
+    for role in ROLES:
         for session in able_workers(change, role, ()):
             for name in change.fleet.workers[session.worker].accelerators:
                 sides.setdefault(name, set()).add(role)

@@ -11,7 +11,8 @@ from services.scheduler.control.ledger import Change
 from services.scheduler.core.model import Accelerator, Fleet, Session, Target
 from services.scheduler.rates import RateTable
 
-KIND_OF_ROLE = {"ROLLOUT": "ROLLOUT", "TRAINER": "TRAINER"}
+ROLES = ("ROLLOUT", "TRAINER")
+"""Of replicas; workers of the kind of the same name hold them."""
 PENDING = ("PENDING", "DRAINING", "RELEASING")
 """States of hand-overs whose targets are not there yet."""
 UNDONE = ("ROLLING_BACK", "ROLLED_BACK", "FAILED")
@@ -107,7 +108,7 @@ def free_worker(
 def able_workers(change: Change, role: str, accelerators: tuple[str, ...]) -> Iterator[Session]:
     """Live sessions of workers of a role that were started with these accelerators and may be granted some."""
     for worker in change.fleet.workers.values():
-        if worker.kind != KIND_OF_ROLE.get(role) or worker.cordoned or worker.health == "RETIRED":
+        if worker.kind != role or worker.cordoned or worker.health == "RETIRED":
             continue
         session = change.fleet.session_of(worker.name)
         if session is not None and session.state == "ALIVE" and set(accelerators) <= set(worker.accelerators):

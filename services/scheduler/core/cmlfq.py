@@ -42,6 +42,8 @@ from dataclasses import dataclass, field
 from services.scheduler.core import verdicts
 from services.scheduler.core.verdicts import Assign, Preempt
 
+KV_GROWTH = 0.5
+"""Half of what a trajectory is expected to generate is what that takes on average until it ends."""
 PREFILL_SPEEDUP = 20.0
 """Prefill is taken to be so much faster per token than decoding, by whoever has no measurement of it."""
 LOOK_AT = 4
@@ -66,9 +68,9 @@ class QueueSettings:
     max_moves_each: int = 3
     """Moves of one trajectory: noise in the rates must not send it round and round."""
     kv_watermark: float = 0.95
-    kv_growth: float = 0.5
-    """Share of what a leased one is expected to generate (p50) that KV room is kept for: a half is what it takes on
-    average until it ends. More keeps others out, less stops more of them later.
+    kv_growth: float = KV_GROWTH
+    """Share of what a leased one is expected to generate (p50) that KV room is kept for. More keeps others out, less
+    stops more of them later.
     """
     kv_pressure: float = 0.98
     reserve_share: float = 0.25

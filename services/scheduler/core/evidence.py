@@ -72,11 +72,9 @@ class Evidence:
     def load(self, kind: EngineKind, running: float, context_tokens: float, seconds_per_token: float) -> None:
         """An engine's report: running sequences, their contexts in all, and the seconds of a decoding step."""
         if seconds_per_token > 0 and running > 0:
-            self.engines.observe(kind, running, context_tokens, running / seconds_per_token)
-            # one absurd figure would outweigh all that are reported for hours
-            credible = self.engines.credible(kind, running, context_tokens, seconds_per_token)
-            if credible is not None:
-                self._token_s.add(credible)
+            seconds = self.engines.observe(kind, running, context_tokens, running / seconds_per_token)
+            if seconds is not None:
+                self._token_s.add(seconds)
 
     def step(self, done: Trained) -> None:
         """A committed step; one without trajectories says nothing."""

@@ -146,29 +146,23 @@ class EngineBook:
         self.errors = Errors()
         """Of tokens per second, predicted before each observation."""
 
-    def observe(self, kind: EngineKind, running: float, context_tokens: float, tokens_per_s: float) -> None:
+    def observe(self, kind: EngineKind, running: float, context_tokens: float, tokens_per_s: float) -> float | None:
         """An engine with so many running sequences on average, their contexts in all, and its rate while it decoded.
 
-        What says nothing (idle, broken, a kind that the table lacks) is left out.
+        What says nothing (idle, broken, a kind that the table lacks) is left out: None. Else the seconds of a decoding
+        step, as far from the table's as corrections go: one absurd figure must not outweigh hours of reports.
         """
         known = self._table.get(kind)
         if known is None or not all(math.isfinite(v) and v > 0 for v in (running, context_tokens, tokens_per_s)):
-            return
+            return None
         expected = known.decode_s(running, context_tokens)
         if expected <= 0:
-            return
+            return None
         ratio = min(MAX_FACTOR, max(1.0 / MAX_FACTOR, running / tokens_per_s / expected))
         self.errors.add(running / self.rates(kind).decode_s(running, context_tokens), tokens_per_s)
         terms = np.array([known.step_s, known.sequence_s * running, known.context_s * context_tokens])
         self._factors.setdefault(kind, Factors()).add(terms / expected, ratio)
-
-    def credible(self, kind: EngineKind, running: float, context_tokens: float, seconds: float) -> float | None:
-        """Seconds of a decoding step as far as corrections go; None for a kind that the table lacks."""
-        known = self._table.get(kind)
-        if known is None:
-            return None
-        expected = known.decode_s(running, context_tokens)
-        return min(MAX_FACTOR * expected, max(expected / MAX_FACTOR, seconds))
+        return ratio * expected
 
     def rates(self, kind: EngineKind) -> EngineRates:
         """Corrected. Raises KeyError for a kind that the table lacks. Prefill has the common factor."""

@@ -31,6 +31,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from services.scheduler.core.cmlfq import KV_GROWTH
 from services.scheduler.core.costmodel import NEVER_S
 from services.scheduler.core.demand import Demand
 from services.scheduler.core.rates import ROUNDING, EngineRates
@@ -40,8 +41,6 @@ Ints = NDArray[np.intp]
 
 FILL = 0.9
 """Share of a KV cache that contexts take on average: they grow, and not in step."""
-GROWTH = 0.5
-"""Share of what is expected to be generated that the queue keeps room for (`cmlfq.QueueSettings.kv_growth`)."""
 LEAST = 1e-9
 """Seconds that one more sequence costs at least."""
 ROUNDS = 10
@@ -99,7 +98,7 @@ class Problem:
         self._beta = np.maximum(np.column_stack(beta), LEAST)
         """(positions, kinds)"""
         holds = np.column_stack([way.longest <= r.kv_tokens + ROUNDING for r in rates])
-        room = np.column_stack([FILL * r.kv_tokens / (way.context + GROWTH * way.growth) for r in rates])
+        room = np.column_stack([FILL * r.kv_tokens / (way.context + KV_GROWTH * way.growth) for r in rates])
         most = np.array([float(r.max_running) for r in rates])
         self.cap = np.where(holds, np.minimum(np.maximum(room, 1.0), most), 0.0)
         """Trajectories that each engine holds at each position; 0 where one would not fit. (positions, kinds)"""

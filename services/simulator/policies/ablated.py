@@ -70,6 +70,15 @@ class Unreserved(Libra):
         super().__init__(layout, replace(SETTINGS, kv_growth=0.0))
 
 
+class FullyReserved(Libra):
+    """KV room is kept for all that leased trajectories are expected to generate."""
+
+    name = "full-kv-reservation"
+
+    def __init__(self, layout: Layout | None = None) -> None:
+        super().__init__(layout, replace(SETTINGS, kv_growth=1.0))
+
+
 class Uncapped(Libra):
     """The queue knows of no KV cache: engines get all there is, and wait, evict and stop as they do by themselves."""
 
@@ -113,6 +122,7 @@ class Ablated:
 
 
 PLANNER = Ablated(Unplanned, "half of the accelerators train, engines of the smallest degree, throughout")
+RESERVED = Ablated(FullyReserved, "KV room is kept for contexts and all of their growth, not for half of it")
 OUTCOMES = Ablated(OutcomeBlind, "every call is taken to have gone well")
 QUEUE: tuple[Ablated, ...] = (
     Ablated(Settled, "nothing is preempted or moved"),
